@@ -1,0 +1,107 @@
+"""What goes into `fabric_core._native`: declarations for cffi, sources, flags.
+
+Used by `hatch_build.py` (which decides when to compile) and by the Makefile's C tests:
+`python build_native.py --print-sources` prints the sources that need no Python.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cffi import FFI
+
+HERE = Path(__file__).resolve().parent
+ENGINE_SOURCES = sorted(path for path in HERE.glob("*.c") if path.name != "door.c")
+LOCAL_SOURCES = sorted((HERE / "local").glob("*.c"))
+PLAIN_SOURCES = [*ENGINE_SOURCES, *LOCAL_SOURCES]
+SOURCES = [*PLAIN_SOURCES, HERE / "door.c"]
+INCLUDE = [HERE / "include", HERE]
+CFLAGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"]
+
+# The functions of a domain written in Python: callbacks that shim.py defines, and the table made of them.
+SHIM_FUNCTIONS = """
+    int fab_py_caps(void *ctx, fab_domain_caps *out);
+    int fab_py_address(void *ctx, char *buf, size_t cap);
+    int fab_py_mr_reg(void *ctx, const fab_mr *mr, fab_mr_keys *out);
+    int fab_py_mr_dereg(void *ctx, uint64_t local_key);
+    int fab_py_peer_open(void *ctx, const char *addr, size_t len, uint32_t *peer);
+    int fab_py_peer_close(void *ctx, uint32_t peer);
+    int fab_py_post(void *ctx, uint32_t peer, const fab_wr *wr, uint32_t n);
+    int fab_py_post_recv(void *ctx, uint64_t id, uint64_t addr, uint64_t len);
+    int fab_py_poll(void *ctx, fab_wc *wc, uint32_t cap, uint64_t now_ns);
+    int fab_py_cancel(void *ctx, uint64_t id);
+    int fab_py_wait_fd(void *ctx);
+    int fab_py_arm(void *ctx, int on);
+    void fab_py_close(void *ctx);
+"""
+SHIM_NAMES = re.findall(r"fab_py_(\w+)\(", SHIM_FUNCTIONS)
+SHIM_CDEF = f'extern "Python" {{{SHIM_FUNCTIONS}}}\nconst fab_domain_ops *fab_py_ops(void);\n'
+
+
+def shim_source() -> str:
+    """Return the C that makes a table of cffi's callbacks, which cffi defines as static functions further down."""
+    forward = re.sub(r"^ +", "static ", SHIM_FUNCTIONS, flags=re.MULTILINE)
+    fields = "".join(f"    .{name} = fab_py_{name},\n" for name in SHIM_NAMES)
+    return f"""{forward}
+static const fab_domain_ops *fab_py_ops(void) {{
+    static const fab_domain_ops table = {{
+    .abi_version = FAB_ABI_VERSION, .struct_size = sizeof(fab_domain_ops),
+{fields}    }};
+    return &table;
+}}
+"""
+
+
+PREAMBLE = """
+#include "fabric/domain.h"
+#include "fabric/engine.h"
+#include "local/local.h"
+#include "door.h"
+"""
+
+
+def declarations(header: Path) -> str:
+    """Return what cffi can read of a header: comments and preprocessor lines taken out.
+
+    A header with a `cdef-begin` mark gives only what stands between it and `cdef-end`.
+    """
+    text = header.read_text()
+    marked = re.search(r"/\* cdef-begin.*?\*/(.*)/\* cdef-end \*/", text, re.DOTALL)
+    if marked:
+        text = marked.group(1)
+    text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
+    text = re.sub(r'^\s*(#.*|extern "C" \{|\}\s*)$', "", text, flags=re.MULTILINE)
+    return text.replace("1u << ", "1 << ").replace("= 1u", "= 1").replace("= 0u", "= 0")
+
+
+def ffibuilder(extra_cflags: list[str] | None = None, extra_ldflags: list[str] | None = None) -> FFI:
+    """Return the FFI object, ready to compile. All paths are absolute: cffi changes directory."""
+    from cffi import FFI
+
+    ffi = FFI()
+    ffi.cdef(declarations(HERE / "include" / "fabric" / "domain.h"))
+    ffi.cdef(declarations(HERE / "include" / "fabric" / "engine.h"))
+    ffi.cdef(declarations(HERE / "local" / "cdef_local.h"))
+    ffi.cdef(declarations(HERE / "door.h"))
+    ffi.cdef(SHIM_CDEF)
+    ffi.set_source(
+        "fabric_core._native",
+        PREAMBLE + shim_source(),
+        sources=[str(path) for path in SOURCES],
+        include_dirs=[str(path) for path in INCLUDE],
+        extra_compile_args=[*CFLAGS, *(extra_cflags or [])],
+        extra_link_args=["-pthread", *(extra_ldflags or [])],
+        py_limited_api=True,
+    )
+    return ffi
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--print-sources"]:
+        print(*PLAIN_SOURCES)
+    else:
+        sys.exit(f"usage: {sys.argv[0]} --print-sources")

@@ -1,0 +1,213 @@
+/* Opening and closing: engine, groups, and the order in which things end. */
+#include "engine_internal.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+
+fab_engine *fab_engine_new(const fab_engine_cfg *cfg) {
+    fab_engine *e = aligned_alloc(FAB_CACHELINE, (sizeof *e + FAB_CACHELINE - 1) / FAB_CACHELINE * FAB_CACHELINE);
+    if (!e) return NULL;
+    memset(e, 0, sizeof *e);
+    e->cfg = *cfg;
+    pthread_mutex_init(&e->setup, NULL);
+    if (fab_pool_init(&e->locals, sizeof(fab_local), 1u << 20) ||
+        fab_pool_init(&e->remotes, sizeof(fab_remote), 1u << 20) ||
+        fab_pool_init(&e->expects, sizeof(fab_waiter), 1u << 20) || fab_imm_init(&e->imms, cfg->imm_slots)) {
+        free(e);
+        return NULL;
+    }
+    return e;
+}
+
+/* What the group touches on its hot path; run by the worker after it is pinned. */
+int fab_group_setup(fab_group *g) {
+    if (fab_ring_init(&g->ring, FAB_RING_SLOTS)) return -ENOMEM;
+    if (fab_pool_init(&g->transfers, sizeof(fab_transfer), 1u << 20)) return -ENOMEM;
+    g->peers = calloc(g->engine->cfg.max_peers, sizeof *g->peers);
+    if (!g->peers) return -ENOMEM;
+    fab_timers_init(g, fab_now());
+    return 0;
+}
+
+int fab_group_open(fab_engine *e, uint32_t nnics, const uint64_t *ops, const uint64_t *ctx, const uint64_t *cpus,
+                   int thread) {
+    if (!nnics || nnics > FAB_MAX_NICS || e->ngroups >= FAB_MAX_GROUPS) return -EINVAL;
+    for (uint32_t i = 0; i < nnics; i++) {
+        const fab_domain_ops *table = (const fab_domain_ops *)(uintptr_t)ops[i];
+        if (!table || table->abi_version != FAB_ABI_VERSION || table->struct_size < sizeof *table) return -EPROTO;
+    }
+    fab_group *g = aligned_alloc(FAB_CACHELINE, (sizeof *g + FAB_CACHELINE - 1) / FAB_CACHELINE * FAB_CACHELINE);
+    if (!g) return -ENOMEM;
+    memset(g, 0, sizeof *g);
+    g->engine = e;
+    g->index = e->ngroups;
+    g->nnics = nnics;
+    g->efd = -1;
+    fab_list_init(&g->active);
+    fab_list_init(&g->watching);
+    fab_list_init(&g->unposted);
+    memcpy(g->cpus, cpus, sizeof g->cpus);
+    int rc = 0;
+    for (uint32_t i = 0; i < nnics; i++) {
+        fab_nic *nic = &g->nics[i];
+        nic->ops = (const fab_domain_ops *)(uintptr_t)ops[i];
+        nic->ctx = (void *)(uintptr_t)ctx[i];
+        if (!rc) rc = nic->ops->caps(nic->ctx, &nic->caps);
+        nic->fd = rc ? -1 : nic->ops->wait_fd(nic->ctx);
+    }
+    g->efd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    if (!rc && g->efd < 0) rc = -errno;
+    if (!rc && !thread) rc = fab_group_setup(g);
+    if (!rc && thread) {
+        rc = -pthread_create(&g->thread, NULL, fab_worker_main, g);
+        if (!rc) {
+            uint32_t ready;
+            while (!(ready = atomic_load_explicit(&g->ready, memory_order_acquire)))
+                fab_futex_wait(&g->ready, 0, 100000000ull);
+            if (ready == 2) {
+                pthread_join(g->thread, NULL);
+                rc = -ENOMEM;
+            } else {
+                g->has_thread = 1;
+            }
+        }
+    }
+    if (rc) { /* the domains stay the caller's */
+        if (g->efd >= 0) close(g->efd);
+        free(g->ring.cells);
+        free(g->peers);
+        free(g);
+        return rc;
+    }
+    e->groups[g->index] = g;
+    e->ngroups++;
+    return (int)g->index;
+}
+
+int fab_group_caps(fab_engine *e, uint32_t group, uint32_t nic, fab_domain_caps *out) {
+    if (group >= e->ngroups || nic >= e->groups[group]->nnics) return -EINVAL;
+    *out = e->groups[group]->nics[nic].caps;
+    return 0;
+}
+
+int fab_group_address(fab_engine *e, uint32_t group, uint32_t nic, char *buf, size_t cap) {
+    if (group >= e->ngroups || nic >= e->groups[group]->nnics) return -EINVAL;
+    fab_nic *n = &e->groups[group]->nics[nic];
+    return n->ops->address(n->ctx, buf, cap);
+}
+
+/* ---- closing ---------------------------------------------------------------------------------------- */
+
+static void lock_group(fab_group *g) {
+    while (!fab_group_try(g)) sched_yield();
+}
+
+/* [lock] every transfer that is not over; those with nothing at a NIC end here and now */
+static void cancel_all(fab_group *g, uint64_t now) {
+    uint32_t count = atomic_load_explicit(&g->transfers.count, memory_order_acquire);
+    for (uint32_t i = 0; i < count; i++) {
+        fab_transfer *t = fab_pool_at(&g->transfers, i);
+        if (!(fab_slot_gen(&t->slot) & 1u) || atomic_load_explicit(&t->state, memory_order_acquire) & FAB_PHASE_MASK)
+            continue;
+        if (t->outstanding || t->works_left) fab_transfer_fail(g, t, -ECANCELED, FAB_PEER_NONE, -1, now);
+    }
+}
+
+static void stop_worker(fab_group *g) {
+    if (!g->has_thread) return;
+    atomic_store_explicit(&g->stop, 1, memory_order_seq_cst);
+    uint64_t one = 1;
+    ssize_t rc = write(g->efd, &one, sizeof one);
+    (void)rc;
+    pthread_join(g->thread, NULL);
+    g->has_thread = 0;
+}
+
+static bool quiet(const fab_engine *e) {
+    return atomic_load_explicit(&((fab_engine *)e)->inflight, memory_order_acquire) == 0;
+}
+
+int fab_engine_close(fab_engine *e, uint64_t timeout_ns) {
+    if (atomic_exchange_explicit(&e->closed, 1, memory_order_seq_cst)) return 0;
+    fab_imm_sweep(e);
+    uint64_t until = fab_now() + timeout_ns;
+    for (uint32_t i = 0; i < e->ngroups; i++) stop_worker(e->groups[i]);
+    /* Requests that were on their way are taken, everything is cancelled, and the NICs get time to let go. */
+    for (bool first = true; !quiet(e) && (first || fab_now() < until); first = false) {
+        for (uint32_t i = 0; i < e->ngroups; i++) {
+            fab_group *g = e->groups[i];
+            lock_group(g);
+            uint64_t now = fab_now();
+            fab_step(g, now);
+            cancel_all(g, now);
+            fab_group_unlock(g);
+        }
+        if (!quiet(e)) sched_yield();
+    }
+    bool clean = quiet(e);
+    for (uint32_t i = 0; i < e->ngroups; i++) {
+        fab_group *g = e->groups[i];
+        lock_group(g); /* kept: nobody steps a closed group */
+        pthread_mutex_lock(&e->setup);
+        for (uint32_t k = 0; k < g->nnics; k++) {
+            g->nics[k].down = g->nics[k].closed = 1;
+            g->nics[k].ops->close(g->nics[k].ctx); /* after this no NIC touches memory */
+        }
+        pthread_mutex_unlock(&e->setup);
+        uint32_t count = atomic_load_explicit(&g->transfers.count, memory_order_acquire);
+        for (uint32_t n = 0; n < count; n++) { /* what a NIC would not let go of is quiet now, by force */
+            fab_transfer *t = fab_pool_at(&g->transfers, n);
+            if (fab_slot_gen(&t->slot) & 1u &&
+                !(atomic_load_explicit(&t->state, memory_order_acquire) & FAB_PHASE_MASK) && t->outstanding)
+                fab_transfer_completed(g, t, t->outstanding, -ECANCELED, FAB_PEER_NONE, -1, fab_now());
+        }
+        if (g->index == 0) fab_expect_reap(g);
+    }
+    while (atomic_load_explicit(&e->watches, memory_order_acquire) &&
+           atomic_load_explicit(&e->watcher_on, memory_order_acquire)) {
+        for (fab_watch *w = atomic_load_explicit(&e->watches, memory_order_acquire); w; w = w->next)
+            atomic_store_explicit(&w->closed, 1, memory_order_release);
+        atomic_store_explicit(&e->watcher_on, 0, memory_order_release);
+        pthread_join(e->watcher, NULL);
+    }
+    return clean ? 0 : -ETIMEDOUT;
+}
+
+void fab_engine_free(fab_engine *e) {
+    if (!e) return;
+    fab_engine_close(e, 1000000000ull);
+    for (uint32_t i = 0; i < e->ngroups; i++) {
+        fab_group *g = e->groups[i];
+        uint32_t npeers = atomic_load_explicit(&g->npeers, memory_order_acquire);
+        for (uint32_t k = 0; k < npeers; k++) {
+            fab_peer *peer = fab_peer_at(g, k);
+            for (uint32_t a = 0; a < peer->naddrs; a++) free(peer->addrs[a]);
+            free(peer);
+        }
+        while (g->recvs) {
+            fab_recv *next = g->recvs->chain;
+            free(g->recvs);
+            g->recvs = next;
+        }
+        close(g->efd);
+        free(g->peers);
+        free(g->ring.cells);
+        fab_pool_fini(&g->transfers);
+        free(g);
+    }
+    uint32_t expects = atomic_load_explicit(&e->expects.count, memory_order_acquire);
+    for (uint32_t i = 0; i < expects; i++) {
+        fab_waiter *x = fab_pool_at(&e->expects, i);
+        if (fab_slot_gen(&x->slot) & 1u) free(x->peers);
+    }
+    for (fab_watch *w = atomic_load_explicit(&e->watches, memory_order_acquire), *next; w; w = next) {
+        next = w->next;
+        free(w);
+    }
+    fab_imm_fini(&e->imms);
+    fab_pool_fini(&e->locals);
+    fab_pool_fini(&e->remotes);
+    fab_pool_fini(&e->expects);
+    pthread_mutex_destroy(&e->setup);
+    free(e);
+}

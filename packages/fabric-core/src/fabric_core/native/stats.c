@@ -1,0 +1,51 @@
+/* Counters, read while others count (relaxed: each is right, their sum may be a moment apart), and the native table. */
+#include "engine_internal.h"
+
+int fab_engine_stats(fab_engine *e, uint32_t group, fab_stats *out) {
+    if (group >= e->ngroups) return -EINVAL;
+    fab_counters *c = &e->groups[group]->stats;
+#define READ(field) out->field = atomic_load_explicit(&c->field, memory_order_relaxed)
+    READ(submitted);
+    READ(done);
+    READ(failed);
+    READ(cancelled);
+    READ(bytes);
+    READ(wrs);
+    READ(imms);
+    READ(recvs);
+    READ(steps);
+    READ(helps);
+    READ(sleeps);
+    READ(kicks);
+    READ(faults);
+    for (uint32_t i = 0; i < FAB_HIST; i++) {
+        READ(submit_to_post[i]);
+        READ(post_to_done[i]);
+    }
+#undef READ
+    out->imm_stray = atomic_load_explicit(&e->imms.stray, memory_order_relaxed) / FAB_IMM_UNIT;
+    out->inflight = atomic_load_explicit(&e->inflight, memory_order_relaxed);
+    return 0;
+}
+
+static const fab_native_table table = {
+    .version = 1,
+    .struct_size = sizeof(fab_native_table),
+    .submit_write = fab_submit_write,
+    .submit_paged = fab_submit_paged,
+    .submit_many = fab_submit_many,
+    .submit_send = fab_submit_send,
+    .transfer_poll = fab_transfer_poll,
+    .transfer_wait = fab_transfer_wait,
+    .transfer_cancel = fab_transfer_cancel,
+    .transfer_release = fab_transfer_release,
+    .imm_count = fab_imm_count,
+    .expect = fab_expect,
+    .expect_poll = fab_expect_poll,
+    .expect_wait = fab_expect_wait,
+    .expect_release = fab_expect_release,
+    .watch_add = fab_watch_add,
+    .progress = fab_progress,
+};
+
+const fab_native_table *fab_native_api(void) { return &table; }

@@ -1,0 +1,264 @@
+/* The worker. step() is its loop body and is pure: it takes the time as an argument, never sleeps and never allocates,
+ * so a simulator can drive it as well as a thread.
+ *
+ * The group's lock is only ever tried, never waited for: whoever holds it is the worker. A thread that submits or
+ * waits helps by stepping itself when nobody else does; the thread of the worker does the rest and sleeps when idle. */
+#include "engine_internal.h"
+
+#include <poll.h>
+#include <stdio.h>
+
+#define IDLE_TICK_NS 10000000ull   /* the longest sleep: deadlines, and pollers that stopped looking */
+#define POLLER_GONE_NS 10000000ull /* a poller that has not looked for so long is gone */
+
+/* ---- the loop body ------------------------------------------------------------------------------ */
+
+static uint32_t take_requests(fab_group *g, uint64_t now) {
+    uint32_t n = 0;
+    fab_req rq;
+    while (n < 256 && fab_ring_pop(&g->ring, &rq)) {
+        n++;
+        switch (rq.kind) {
+        case FAB_RQ_TRANSFER: fab_transfer_begin(g, rq.ptr, now); break;
+        case FAB_RQ_CANCEL: {
+            fab_transfer *t = fab_transfer_get(g->engine, rq.value);
+            if (t && !(atomic_load_explicit(&t->state, memory_order_acquire) & FAB_PHASE_MASK))
+                fab_transfer_fail(g, t, rq.arg, FAB_PEER_NONE, -1, now);
+            break;
+        }
+        case FAB_RQ_EXPECT: fab_expect_begin(g, rq.value, now); break;
+        case FAB_RQ_RECV: fab_list_append(&g->unposted, &((fab_recv *)rq.ptr)->link); break;
+        }
+    }
+    return n;
+}
+
+static void nic_down(fab_group *g, uint32_t nic, int32_t status, uint64_t now) {
+    g->nics[nic].down = 1;
+    FAB_COUNT(g->stats.faults, 1);
+    fab_fault(g->engine, status ? status : -ENETDOWN);
+    uint32_t n = atomic_load_explicit(&g->npeers, memory_order_relaxed);
+    for (uint32_t i = 0; i < n; i++) { /* everybody who was reached through it; other links come up again on demand */
+        fab_peer *peer = fab_peer_at(g, i);
+        if (peer->nic[nic].open) fab_peer_lose(g, peer, -ENETDOWN, (int32_t)nic, now);
+    }
+}
+
+static uint32_t culprit(const fab_transfer *t, uint32_t nic, const fab_wc *wc) {
+    if (t->nworks == 1) return t->works[0].peer->index;
+    for (uint32_t i = 0; i < t->nworks; i++)
+        if (t->works[i].peer->nic[nic].id == wc->peer) return t->works[i].peer->index;
+    return FAB_PEER_NONE;
+}
+
+static void complete(fab_group *g, uint32_t nic, const fab_wc *wc, uint64_t now) {
+    switch (wc->kind) {
+    case FAB_WC_OP: {
+        fab_transfer *t = fab_transfer_get(g->engine, wc->id);
+        if (!t || wc->count > t->outstanding) { /* a backend that completes twice must not hurt another transfer */
+            FAB_COUNT(g->stats.faults, 1);
+            fab_fault(g->engine, -EPROTO);
+            break;
+        }
+        uint32_t peer = wc->status ? culprit(t, nic, wc) : FAB_PEER_NONE;
+        int32_t status = wc->status;
+        /* Nobody cancelled it: its link was cut because another NIC lost the peer. That is the reason to tell. */
+        if (status == -ECANCELED && !t->err && peer != FAB_PEER_NONE && fab_peer_at(g, peer)->status)
+            status = fab_peer_at(g, peer)->status;
+        fab_transfer_completed(g, t, wc->count, status, peer, (int32_t)nic, now);
+        break;
+    }
+    case FAB_WC_IMM:
+        FAB_COUNT(g->stats.imms, wc->count);
+        fab_imm_arrive(g->engine, wc->imm, wc->count);
+        break;
+    case FAB_WC_RECV: fab_recv_done(g, wc->id, wc->len, wc->status); break;
+    case FAB_WC_PEER_UP: fab_peer_up(g, nic, wc->peer); break;
+    case FAB_WC_PEER_DOWN: fab_peer_down(g, nic, wc->peer, wc->status, now); break;
+    case FAB_WC_NIC_DOWN: nic_down(g, nic, wc->status, now); break;
+    default: FAB_COUNT(g->stats.faults, 1); fab_fault(g->engine, wc->status ? wc->status : -EPROTO);
+    }
+}
+
+static uint32_t poll_nics(fab_group *g, uint64_t now) {
+    uint32_t total = 0;
+    for (uint32_t i = 0; i < g->nnics; i++) {
+        if (g->nics[i].down) continue;
+        fab_wc wc[FAB_BATCH];
+        int n = g->nics[i].ops->poll(g->nics[i].ctx, wc, FAB_BATCH, now);
+        if (n < 0) {
+            nic_down(g, i, n, now);
+            continue;
+        }
+        for (int k = 0; k < n; k++) complete(g, i, &wc[k], now);
+        total += (uint32_t)n;
+    }
+    return total;
+}
+
+uint32_t fab_step(fab_group *g, uint64_t now) {
+    uint32_t did = take_requests(g, now);
+    if (!fab_list_empty(&g->active)) did += fab_post_all(g, now); /* new requests leave before anything is polled */
+    if (!fab_list_empty(&g->unposted)) fab_recv_post_pending(g);
+    did += poll_nics(g, now);
+    if (now / FAB_TICK_NS != g->tick) did += fab_timers_run(g, now);
+    if (g->index == 0) fab_expect_reap(g);
+    return did;
+}
+
+/* ---- who steps -------------------------------------------------------------------------------------- */
+
+bool fab_group_try(fab_group *g) {
+    if (atomic_load_explicit(&g->lock, memory_order_relaxed)) return false;
+    uint32_t free = 0;
+    /* acquire: sees what the last worker did. seq_cst: ordered after the caller's push to the ring, see unlock */
+    return atomic_compare_exchange_strong_explicit(&g->lock, &free, 1, memory_order_seq_cst, memory_order_relaxed);
+}
+
+void fab_group_unlock(fab_group *g) {
+    for (;;) {
+        atomic_store_explicit(&g->lock, 0, memory_order_seq_cst);
+        /* A submitter pushes and then tries the lock; we free the lock and then look at the ring. Both orders are
+         * sequentially consistent, so a request pushed while we held the lock is seen by one of the two. */
+        if (!fab_ring_ready(&g->ring) || !fab_group_try(g)) return;
+        FAB_COUNT(g->stats.steps, 1);
+        fab_step(g, fab_now());
+    }
+}
+
+void fab_group_kick(fab_group *g) {
+    if (!atomic_load_explicit(&g->sleeping, memory_order_seq_cst)) return;
+    if (!atomic_exchange_explicit(&g->sleeping, 0, memory_order_seq_cst)) return; /* somebody else did */
+    FAB_COUNT(g->stats.kicks, 1);
+    uint64_t one = 1;
+    ssize_t rc = write(g->efd, &one, sizeof one);
+    (void)rc; /* the counter is at its maximum only if the worker is about to wake anyhow */
+}
+
+static void disarm(fab_group *g) {
+    for (uint32_t i = 0; i < g->nnics; i++)
+        if (!g->nics[i].down) g->nics[i].ops->arm(g->nics[i].ctx, 0);
+    atomic_store_explicit(&g->armed, 0, memory_order_relaxed);
+}
+
+/* [lock] */
+static bool arm(fab_group *g) {
+    bool quiet = true;
+    for (uint32_t i = 0; i < g->nnics; i++)
+        if (!g->nics[i].down && g->nics[i].ops->arm(g->nics[i].ctx, 1) > 0) quiet = false;
+    atomic_store_explicit(&g->armed, 1, memory_order_relaxed);
+    if (!quiet) disarm(g);
+    return quiet;
+}
+
+bool fab_group_arm(fab_group *g) {
+    if (!fab_group_try(g)) return false;
+    bool quiet = arm(g);
+    fab_group_unlock(g);
+    return quiet;
+}
+
+/* A poller's wake-ups are its own looks: peers need not wake the worker for it. The worker, which looks every tick,
+ * asks for wake-ups again once the poller is gone. */
+uint32_t fab_group_help(fab_group *g, bool polling) {
+    if (!fab_group_try(g)) return 0;
+    uint64_t now = fab_now();
+    if (polling) {
+        if (atomic_load_explicit(&g->armed, memory_order_relaxed)) disarm(g);
+        atomic_store_explicit(&g->last_help, now, memory_order_relaxed);
+    }
+    FAB_COUNT(g->stats.helps, 1);
+    uint32_t did = fab_step(g, now);
+    fab_group_unlock(g);
+    return did;
+}
+
+int fab_ring_submit(fab_group *g, uint32_t kind, int32_t arg, void *ptr, uint64_t value) {
+    uint64_t until = fab_now() + g->engine->cfg.timeout_ns;
+    while (!fab_ring_push(&g->ring, kind, arg, ptr, value)) {
+        if (!fab_group_help(g, false)) sched_yield();
+        if (fab_now() > until) return -EAGAIN;
+    }
+    fab_group_help(g, false);
+    return 0;
+}
+
+/* ---- the thread --------------------------------------------------------------------------------------- */
+
+static void drain(int fd) {
+    uint64_t n;
+    ssize_t rc = read(fd, &n, sizeof n);
+    (void)rc; /* EAGAIN: nobody kicked */
+}
+
+static void sleep_until_something(fab_group *g) {
+    uint64_t now = fab_now();
+    bool poller = now - atomic_load_explicit(&g->last_help, memory_order_relaxed) < POLLER_GONE_NS;
+    if (!poller && !fab_group_arm(g)) return;
+    /* announce, then look once more: a submitter pushes, and then reads `sleeping` */
+    atomic_store_explicit(&g->sleeping, 1, memory_order_seq_cst);
+    if (!fab_ring_ready(&g->ring) && !atomic_load_explicit(&g->stop, memory_order_seq_cst)) {
+        struct pollfd fds[FAB_MAX_NICS + 1] = {{.fd = g->efd, .events = POLLIN}};
+        nfds_t n = 1;
+        for (uint32_t i = 0; i < g->nnics; i++)
+            if (g->nics[i].fd >= 0 && !g->nics[i].down) {
+                bool known = false; /* domains may share one descriptor */
+                for (nfds_t k = 1; k < n; k++) known = known || fds[k].fd == g->nics[i].fd;
+                if (!known) fds[n++] = (struct pollfd){.fd = g->nics[i].fd, .events = POLLIN};
+            }
+        struct timespec tick = {0, (long)IDLE_TICK_NS};
+        FAB_COUNT(g->stats.sleeps, 1);
+        ppoll(fds, n, &tick, NULL);
+        if (fds[0].revents) drain(g->efd);
+    }
+    atomic_store_explicit(&g->sleeping, 0, memory_order_seq_cst);
+}
+
+static void pin(const fab_group *g) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    int any = 0;
+    for (uint32_t i = 0; i < 1024; i++)
+        if (g->cpus[i / 64] >> (i % 64) & 1) {
+            CPU_SET(i, &set);
+            any = 1;
+        }
+    if (any) pthread_setaffinity_np(pthread_self(), sizeof set, &set); /* a wish: a cpuset may forbid it */
+}
+
+int fab_group_setup(fab_group *g);
+
+void *fab_worker_main(void *arg) {
+    fab_group *g = arg;
+    fab_engine *e = g->engine;
+    char name[16];
+    snprintf(name, sizeof name, "fabric-w%u", g->index);
+    pthread_setname_np(pthread_self(), name);
+    pin(g);
+    /* after pinning, so that first touch puts the group's memory on its NUMA node (paper, section 3) */
+    int rc = fab_group_setup(g);
+    atomic_store_explicit(&g->ready, rc ? 2 : 1, memory_order_release);
+    fab_futex_wake_all(&g->ready);
+    if (rc) return NULL;
+    uint64_t idle_since = fab_now();
+    while (!atomic_load_explicit(&g->stop, memory_order_acquire)) {
+        uint64_t now = fab_now();
+        uint32_t did = 0;
+        if (fab_group_try(g)) {
+            FAB_COUNT(g->stats.steps, 1);
+            did = fab_step(g, now);
+            fab_group_unlock(g);
+        }
+        if (did) {
+            idle_since = now;
+            continue;
+        }
+        if (e->cfg.busy || now - idle_since < e->cfg.spin_ns) {
+            fab_relax();
+            continue;
+        }
+        sleep_until_something(g);
+        idle_since = fab_now();
+    }
+    return NULL;
+}

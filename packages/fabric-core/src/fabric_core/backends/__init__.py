@@ -1,0 +1,1 @@
+"""The backends that come with core: `local` (processes of one host)."""

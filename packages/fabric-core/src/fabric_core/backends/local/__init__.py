@@ -1,0 +1,63 @@
+"""The `local` backend: processes of one host, host memory, no NIC and no port. Works wherever Linux does.
+
+Memory made by `engine.empty()` is mapped by the peer and copied straight in; any other memory is reached by
+process_vm_writev, or where that is forbidden, through a shared ring. The work is done in C (`native/local/`).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from fabric_core.domain import API_VERSION, DeviceInfo, GroupConfig, NativeDomain, Unavailable
+from fabric_core.errors import BackendError
+
+if TYPE_CHECKING:
+    from fabric_core.domain import Domain
+
+__all__ = ["LocalBackend", "backend"]
+
+_PATHS = ("auto", "map", "cma", "bounce")
+_ERR_MAX = 512
+
+
+class LocalBackend:
+    """See the module's text. Settings: `nics`, `local_dir`, `local_path`, `local_shuffle`, `heartbeat`."""
+
+    name = "local"
+    api_version = API_VERSION
+
+    def probe(self) -> list[DeviceInfo | Unavailable]:
+        """One device, everywhere."""
+        if not hasattr(os, "memfd_create"):
+            return [Unavailable("local", "this system has no memfd_create", "use Linux 3.17 or later")]
+        return [DeviceInfo("local", "local", caps=("imm",), note="processes of this host, host memory")]
+
+    def open_group(self, config: GroupConfig) -> list[NativeDomain | Domain]:
+        """Open `config.nics` (default 1) NICs under `config.name`. Raises BackendError with the reason."""
+        from fabric_core.native_lib import ffi, lib, text
+
+        settings: Any = config.settings
+        nics = config.nics or 1
+        held = [ffi.new("char[]", os.fsencode(settings.local_dir)), ffi.new("char[]", config.name.encode())]
+        cfg = ffi.new(
+            "fab_local_cfg *",
+            {
+                "dir": held[0],
+                "name": held[1],
+                "nics": nics,
+                "path": _PATHS.index(settings.local_path),
+                "shuffle_seed": -1 if settings.local_shuffle is None else settings.local_shuffle,
+                "connect_timeout_ns": int(settings.connect_timeout * 1e9),
+                "heartbeat_ns": int(settings.heartbeat * 1e9),
+            },
+        )
+        node = ffi.new("fab_local_node **")
+        err = ffi.new("char[]", _ERR_MAX)
+        if lib.fab_local_open(cfg, node, err, _ERR_MAX) < 0:
+            raise BackendError(f"local backend {config.name!r}: {text(err)}")
+        ops = int(ffi.cast("uintptr_t", lib.fab_local_ops()))
+        return [NativeDomain(ops, int(ffi.cast("uintptr_t", lib.fab_local_domain(node[0], i)))) for i in range(nics)]
+
+
+backend = LocalBackend()

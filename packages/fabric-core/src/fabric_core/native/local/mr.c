@@ -1,0 +1,158 @@
+/* mr.c - registrations: a table in the shared header, which a sender reads as a NIC would read its own.
+ *
+ * Deregistration must not return while a peer still writes: the sender marks itself busy (odd) before it looks at the
+ * generation, the owner changes the generation before it looks at the busy words. All four are seq_cst, so either the
+ * sender sees that the key is gone, or the owner sees that the sender is busy and waits for the end of that slice.
+ */
+#include "local_int.h"
+
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+static void quiesce(struct fab_local_node *n) {
+    /* A slice takes some 50 us. A peer that was stopped within one is lost after two heartbeats, and can then write only what it has
+     * mapped, which is its own until it unmaps it. One that was killed within one stays "busy", but its link is closed. */
+    uint64_t t0 = fl_now(), until = t0 + 2 * n->heartbeat_ns;
+    pthread_mutex_lock(&n->quiesce_mu);
+    uint64_t dom_seq[FAB_MAX_NICS];
+    for (int pass = 0;; pass++) {
+        bool busy = false;
+        pthread_mutex_lock(&n->mu);
+        for (fl_link *l = n->links; l; l = l->all) {
+            if (!l->ch || (l->st == FL_ST_CLOSED && fl_now() > t0 + 20000000)) {
+                l->quiesce_seq = 0;
+                continue;
+            }
+            uint64_t s = atomic_load_explicit(&l->ch->busy, memory_order_seq_cst);
+            if (!pass) l->quiesce_seq = s & 1 ? s : 0;
+            busy |= l->quiesce_seq && l->quiesce_seq == s;
+        }
+        pthread_mutex_unlock(&n->mu);
+        for (uint32_t i = 0; i < n->nics; i++) {
+            uint64_t s = atomic_load_explicit(&n->dom[i].busy, memory_order_seq_cst);
+            if (!pass) dom_seq[i] = s & 1 ? s : 0;
+            busy |= dom_seq[i] && dom_seq[i] == s;
+        }
+        if (!busy || fl_now() > until) break;
+        if (pass < 16) sched_yield();
+        else nanosleep(&(struct timespec){0, 20000}, NULL);
+    }
+    pthread_mutex_unlock(&n->quiesce_mu);
+}
+
+int fl_mr_reg(void *ctx, const fab_mr *mr, fab_mr_keys *out) {
+    fl_dom *d = ctx;
+    struct fab_local_node *n = d->node;
+    if (mr->device_kind != 0) return -EOPNOTSUPP;
+    if (mr->addr + mr->len < mr->addr) return -EINVAL;
+    int fd = -1;
+    uint32_t flags = (mr->access & FAB_ACCESS_REMOTE_WRITE ? FL_MR_WRITE : 0) | d->nic << 8;
+    if (mr->fd >= 0 && mr->len && (flags & FL_MR_WRITE)) {
+        struct stat st;
+        /* Peers map it: if it could shrink, their writes would end in SIGBUS. What cannot be sealed (a file in /dev/shm) goes by
+         * the other paths, unless mapping is forced. */
+        int seals = fcntl(mr->fd, F_GET_SEALS);
+        bool sealed = seals >= 0 && ((seals & F_SEAL_SHRINK) || fcntl(mr->fd, F_ADD_SEALS, F_SEAL_SHRINK) == 0);
+        if ((sealed || n->path_mode == FL_PATH_MAP) && fstat(mr->fd, &st) == 0 &&
+            (uint64_t)st.st_size >= mr->fd_offset + mr->len && mr->fd_offset + mr->len >= mr->len)
+            fd = fcntl(mr->fd, F_DUPFD_CLOEXEC, 0);   /* the caller may close its own */
+        if (fd >= 0) flags |= FL_MR_MAPPABLE;
+    }
+    pthread_mutex_lock(&n->mr_mu);
+    uint32_t i = n->mr_free;
+    if (i == UINT32_MAX || atomic_load(&d->closed)) {
+        int err = i == UINT32_MAX ? -ENOSPC : -ENETDOWN;
+        pthread_mutex_unlock(&n->mr_mu);
+        if (fd >= 0) close(fd);
+        return err;
+    }
+    n->mr_free = n->mr[i].next_free;
+    n->mr[i].fd = fd;
+    n->mr[i].fd_off = mr->fd_offset;
+    fl_mr_ent *e = &n->hdr->mr[i];
+    atomic_store_explicit(&e->base, mr->addr, memory_order_relaxed);   /* all three published by the generation */
+    atomic_store_explicit(&e->len, mr->len, memory_order_relaxed);
+    atomic_store_explicit(&e->flags, flags, memory_order_relaxed);
+    if (++n->gen_seed == 0) n->gen_seed = 1;
+    uint64_t key = (uint64_t)n->gen_seed << 32 | i;
+    atomic_store_explicit(&e->gen, n->gen_seed, memory_order_release);
+    pthread_mutex_unlock(&n->mr_mu);
+    *out = (fab_mr_keys){key, key, mr->addr};
+    return 0;
+}
+
+static void drop_key(struct fab_local_node *n, uint32_t i) {   /* mr_mu held */
+    atomic_store_explicit(&n->hdr->mr[i].gen, 0,
+                          memory_order_seq_cst);   /* before the busy words are read: see the top */
+    if (n->mr[i].fd >= 0) close(n->mr[i].fd);
+    n->mr[i].fd = -1;
+}
+
+int fl_mr_dereg(void *ctx, uint64_t key) {
+    struct fab_local_node *n = ((fl_dom *)ctx)->node;
+    uint32_t i = (uint32_t)key, gen = (uint32_t)(key >> 32);
+    if (i >= FL_MRS || !gen) return -EINVAL;
+    pthread_mutex_lock(&n->mr_mu);
+    if (atomic_load_explicit(&n->hdr->mr[i].gen, memory_order_relaxed) != gen) {
+        pthread_mutex_unlock(&n->mr_mu);
+        return -EKEYREVOKED;
+    }
+    drop_key(n, i);
+    pthread_mutex_unlock(&n->mr_mu);
+    quiesce(n);
+    pthread_mutex_lock(
+        &n->mr_mu);   /* the index is used again only now: whoever is busy with it has its range unchanged */
+    n->mr[i].next_free = n->mr_free;
+    n->mr_free = i;
+    pthread_mutex_unlock(&n->mr_mu);
+    return 0;
+}
+
+void fl_mr_revoke_nic(fl_dom *d) {
+    struct fab_local_node *n = d->node;
+    pthread_mutex_lock(&n->mr_mu);
+    atomic_store(&d->closed, true);
+    for (uint32_t i = 0; i < FL_MRS; i++)
+        if (atomic_load_explicit(&n->hdr->mr[i].gen, memory_order_relaxed) &&
+            atomic_load_explicit(&n->hdr->mr[i].flags, memory_order_relaxed) >> 8 == d->nic)
+            drop_key(n, i);            /* not put on the free list: with it the NIC's indices end */
+    pthread_mutex_unlock(&n->mr_mu);
+    quiesce(n);
+}
+
+int fl_mr_share(struct fab_local_node *n, uint32_t nic, uint64_t key, uint64_t *off, uint64_t *len) {
+    uint32_t i = (uint32_t)key, gen = (uint32_t)(key >> 32);
+    int fd = -EKEYREVOKED;
+    if (i >= FL_MRS || !gen) return fd;
+    pthread_mutex_lock(&n->mr_mu);
+    fl_mr_ent *e = &n->hdr->mr[i];
+    if (atomic_load_explicit(&e->gen, memory_order_relaxed) == gen) {
+        uint32_t f = atomic_load_explicit(&e->flags, memory_order_relaxed);
+        *off = n->mr[i].fd_off;
+        *len = atomic_load_explicit(&e->len, memory_order_relaxed);
+        if (f >> 8 != nic || !(f & FL_MR_WRITE) || n->mr[i].fd < 0) fd = -EACCES;
+        else if ((fd = fcntl(n->mr[i].fd, F_DUPFD_CLOEXEC, 0)) < 0) fd = -errno;
+    }
+    pthread_mutex_unlock(&n->mr_mu);
+    return fd;
+}
+
+int fl_mr_check(fl_node_hdr *h, uint64_t key, uint32_t nic, uint64_t addr, uint64_t len, uint32_t need,
+                uint32_t *flags) {
+    uint32_t i = (uint32_t)key, gen = (uint32_t)(key >> 32);
+    if (i >= FL_MRS || !gen) return -EKEYREVOKED;
+    fl_mr_ent *e = &h->mr[i];
+    if (atomic_load_explicit(&e->gen, memory_order_seq_cst) != gen) return -EKEYREVOKED; /* after busy: see the top */
+    uint64_t base = atomic_load_explicit(&e->base, memory_order_acquire),
+             span = atomic_load_explicit(&e->len, memory_order_acquire);
+    uint32_t f = atomic_load_explicit(&e->flags, memory_order_acquire);
+    /* Acquire above keeps this load last: unchanged means that the three belong to this registration. */
+    if (atomic_load_explicit(&e->gen, memory_order_relaxed) != gen) return -EKEYREVOKED;
+    if (addr < base || len > span || addr - base > span - len) return -EFAULT;
+    if (f >> 8 != nic || (need & ~f)) return -EACCES;
+    if (flags) *flags = f;
+    return 0;
+}

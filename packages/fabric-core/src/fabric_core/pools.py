@@ -1,0 +1,65 @@
+"""Long-lived helpers of an engine: receive pools and watchers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fabric_core.native_lib import fast, lib
+
+if TYPE_CHECKING:
+    from fabric_core.base import EngineBase
+
+__all__ = ["RecvPool", "UvmWatcher"]
+
+
+class RecvPool:
+    """Receive buffers that rotate: a buffer is posted again after its message's callback has returned."""
+
+    def __init__(self, engine: EngineBase, number: int, length: int, count: int) -> None:
+        self._engine = engine
+        self._number = number
+        self.length = length  #: bytes of the longest message it takes
+        self.count = count
+        self.closed = False
+
+    def close(self) -> None:
+        """Take no further messages. Idempotent.
+
+        Buffers already at the NIC still take one message each: it goes to another open pool, or is reported to
+        `engine.on_error` as dropped.
+        """
+        if not self.closed:
+            self.closed = True
+            self._engine._callbacks.drop_pool(self._number)
+            lib.fab_recvs_close(self._engine._core.pointer, 0, self._number)
+
+    def __repr__(self) -> str:
+        return f"RecvPool({self.count} x {self.length} bytes{', closed' if self.closed else ''})"
+
+
+class UvmWatcher:
+    """A 64-bit word that somebody bumps, and a callback that hears of it. Several steps may be heard as one."""
+
+    def __init__(self, engine: EngineBase, number: int, ptr: int) -> None:
+        self._engine = engine
+        self._core = engine._core  # the word lives in the C engine's memory
+        self._number = number
+        self.ptr = ptr  #: address of the u64
+        self.closed = False
+
+    @property
+    def value(self) -> int:
+        """The word, read with acquire, written with release."""
+        word: int = fast.load_u64(self.ptr)
+        return word
+
+    @value.setter
+    def value(self, new: int) -> None:
+        fast.store_u64(self.ptr, new)
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self._engine._callbacks.drop_watcher(self._number)
+            lib.fab_watch_close(self._core.pointer, self._number)

@@ -93,3 +93,12 @@ def test_quantiles_come_from_the_upper_edges_of_buckets() -> None:
     assert found["count"] == 100
     assert found["p50_us"] == 1.024
     assert found["p999_us"] == 1048.576
+
+
+def test_a_flag_outlives_the_operations_that_name_it() -> None:
+    with TransferEngine.open() as engine:
+        handle, _ = engine.reg_mr(bytearray(64))
+        _, desc = engine.reg_mr(bytearray(64))
+        transfers = [engine.submit_single_write(8, None, (handle, 0), (desc, 0), Flag()) for _ in range(200)]
+        for transfer in transfers:
+            transfer.wait(5)

@@ -81,7 +81,7 @@ class EngineBase:
         elif not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
             raise ConfigError(f"name={name!r}: a name has 1 to 64 letters, digits, '-' and '_'")
         self = cls.__new__(cls)
-        self._start(registry.select(settings.backend), settings, wanted, name)
+        self._start(registry.select(settings.backend, allow=settings.backends), settings, wanted, name)
         return self
 
     def _start(self, backend: Any, settings: Settings, devices: list[str], name: str) -> None:

@@ -28,9 +28,9 @@ _RETRY_NS = 50_000_000
 
 
 def _flag_of(on_done: Any) -> int:
-    """Return the address of a Flag, 0 for a callable."""
+    """Return what names a Flag in C (its address, marked as one that is counted: flag.c), 0 for a callable."""
     if isinstance(on_done, Flag):
-        return on_done.ptr
+        return on_done.ptr | 1
     if not callable(on_done):
         raise TypeError(f"on_done is a callable, a Flag or None, not {type(on_done).__name__}")
     return 0

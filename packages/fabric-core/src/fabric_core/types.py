@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabric_core import wire
 from fabric_core.errors import BadRange, ConfigError, ProtocolError
-from fabric_core.native_lib import fast, ffi
+from fabric_core.native_lib import fast, ffi, lib
 
 if TYPE_CHECKING:
     from fabric_core.base import EngineBase
@@ -245,11 +245,16 @@ class Flag:
     The low 32 bits count the operations that ended, the high 32 bits those of them that ended badly.
     """
 
-    __slots__ = ("_memory", "ptr")
+    __slots__ = ("ptr",)
 
     def __init__(self) -> None:
-        self._memory = ffi.new("uint64_t *")
-        self.ptr = int(ffi.cast("uintptr_t", self._memory))  #: address of the u64
+        self.ptr: int = lib.fab_flag_new()  #: address of the u64; it outlives the operations that name this flag
+        if not self.ptr:
+            raise MemoryError("no memory for a flag")
+
+    def __del__(self) -> None:
+        if getattr(self, "ptr", 0):
+            lib.fab_flag_drop(self.ptr)
 
     @property
     def value(self) -> int:

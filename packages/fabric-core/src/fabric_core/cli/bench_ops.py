@@ -51,8 +51,8 @@ class Plan:
 
     @property
     def slots(self) -> int:
-        """Return how many places of the buffer are used in turn: as many as are in flight, within reason."""
-        return max(1, min(self.window, self.n, (64 << 20) // max(1, self.size)))
+        """Return how many places of the buffer are used in turn: up to 64, and 64 MiB, to leave the caches."""
+        return max(1, min(self.n, 64, (64 << 20) // max(1, self.size)))
 
 
 @dataclass(slots=True)

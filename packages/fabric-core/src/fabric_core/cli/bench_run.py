@@ -116,10 +116,10 @@ def run(
                 plan = job.plan(seed=1 + turn * len(jobs) + index, longest=link.longest)
                 progress(f"round {turn + 1} of {rounds}: {job.op}, {job.size} bytes, {plan.n} times")
                 if job.op in ("write", "paged"):
-                    job.limits.append(measure_limit(job.size, plan.slots))
+                    job.limits.append(measure_limit(job.size // job.pages, plan.slots * job.size))
                 job.samples.append(OPS[job.op](link, plan))
                 if job.op in ("write", "paged"):
-                    job.limits.append(measure_limit(job.size, plan.slots))
+                    job.limits.append(measure_limit(job.size // job.pages, plan.slots * job.size))
         result = Bench(
             machine=_machine(),
             backend=engine.backend,

@@ -101,7 +101,7 @@ typedef struct fab_transfer {
     uint32_t op;
     fab_event_node event;
     fab_timer timer; /* [lock] */
-    _Atomic uint64_t *flag;
+    uint64_t flag; /* see flag.c */
     struct fab_group *group;
     uint64_t submitted_ns, posted_ns, bytes, timeout_ns;
     uint32_t outstanding, nworks, works_left; /* [lock] */
@@ -191,6 +191,7 @@ struct fab_group {
     FAB_ALIGNED _Atomic uint32_t lock; /* whoever holds it is the worker */
     FAB_ALIGNED _Atomic uint32_t sleeping;
     _Atomic uint32_t armed;
+    _Atomic uint32_t idle; /* sleeping without a tick: whoever adds a deadline kicks */
     _Atomic uint64_t last_help; /* when a poller last looked */
     _Atomic uint32_t stop;
     FAB_ALIGNED fab_ring ring;
@@ -203,7 +204,7 @@ struct fab_group {
     fab_link unposted; /* receives the domain had no room for [lock] */
     fab_link wheel[FAB_WHEEL];
     uint64_t tick;
-    uint32_t ntimers;
+    _Atomic uint32_t ntimers;
     uint32_t rotate; /* first NIC of the next transfer */
     uint32_t outstanding;
     _Atomic uint32_t npeers;
@@ -292,6 +293,11 @@ void fab_expect_reap(fab_group *g);
 void fab_imm_sweep(fab_engine *e);
 void fab_expect_peer_lost(fab_group *g, fab_peer *peer);
 void fab_expect_begin(fab_group *g, uint64_t handle, uint64_t now);
+
+/* flag.c */
+void fab_flag_hold(uint64_t flag);
+void fab_flag_let_go(uint64_t flag);
+void fab_flag_bump(uint64_t flag, bool well);
 
 /* timer.c */
 void fab_timers_init(fab_group *g, uint64_t now);

@@ -43,7 +43,8 @@ static int fresh(fab_engine *e, fab_group *g, uint32_t op, uint64_t timeout_ns, 
     t->err_peer = FAB_PEER_NONE;
     t->err_nic = -1;
     t->op = op;
-    t->flag = (_Atomic uint64_t *)(uintptr_t)flag;
+    t->flag = flag;
+    fab_flag_hold(flag);
     t->group = g;
     t->submitted_ns = fab_now();
     t->posted_ns = t->bytes = 0;
@@ -61,6 +62,7 @@ static int fresh(fab_engine *e, fab_group *g, uint32_t op, uint64_t timeout_ns, 
 static void unmake(fab_transfer *t) {
     fab_engine *e = t->group->engine;
     fab_transfer_let_go(t);
+    fab_flag_let_go(t->flag);
     atomic_fetch_sub_explicit(&e->inflight, 1, memory_order_relaxed);
     fab_transfer_free(t);
 }

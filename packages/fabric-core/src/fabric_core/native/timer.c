@@ -13,13 +13,13 @@ void fab_timer_add(fab_group *g, fab_timer *timer, uint32_t kind, uint64_t deadl
     timer->kind = kind;
     timer->deadline = deadline;
     fab_list_append(&g->wheel[tick % FAB_WHEEL], &timer->link);
-    g->ntimers++;
+    atomic_fetch_add_explicit(&g->ntimers, 1, memory_order_seq_cst);
 }
 
 void fab_timer_remove(fab_group *g, fab_timer *timer) {
     if (!fab_linked(&timer->link)) return;
     fab_list_remove(&timer->link);
-    g->ntimers--;
+    atomic_fetch_sub_explicit(&g->ntimers, 1, memory_order_relaxed);
 }
 
 static void expire(fab_group *g, fab_timer *timer, uint64_t now) {

@@ -38,9 +38,7 @@ static void finish(fab_group *g, fab_transfer *t, uint64_t now) {
         FAB_COUNT(g->stats.failed, 1);
     }
     atomic_fetch_sub_explicit(&e->inflight, 1, memory_order_relaxed);
-    /* release on the flag: whoever polls it sees the outcome of what the transfer did */
-    if (t->flag)
-        atomic_fetch_add_explicit(t->flag, phase == FAB_DONE ? 1 : (UINT64_C(1) << 32) + 1, memory_order_release);
+    if (t->flag) fab_flag_bump(t->flag, phase == FAB_DONE);
     uint32_t old = atomic_fetch_or_explicit(&t->state, phase, memory_order_acq_rel);
     if (old & FAB_NOTIFY) fab_event_push(e, &t->event, FAB_EV_TRANSFER);
     if (old & FAB_WAITED) fab_futex_wake_all(&t->state);

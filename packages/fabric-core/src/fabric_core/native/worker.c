@@ -8,7 +8,8 @@
 #include <poll.h>
 #include <stdio.h>
 
-#define IDLE_TICK_NS 10000000ull   /* the longest sleep: deadlines, and pollers that stopped looking */
+#define TICK_NS 10000000ull        /* the longest sleep while there are deadlines, or a poller that may stop looking */
+#define IDLE_NS 200000000ull       /* ... and while there is nothing at all */
 #define POLLER_GONE_NS 10000000ull /* a poller that has not looked for so long is gone */
 
 /* ---- the loop body ------------------------------------------------------------------------------ */
@@ -120,10 +121,12 @@ void fab_group_unlock(fab_group *g) {
         atomic_store_explicit(&g->lock, 0, memory_order_seq_cst);
         /* A submitter pushes and then tries the lock; we free the lock and then look at the ring. Both orders are
          * sequentially consistent, so a request pushed while we held the lock is seen by one of the two. */
-        if (!fab_ring_ready(&g->ring) || !fab_group_try(g)) return;
+        if (!fab_ring_ready(&g->ring) || !fab_group_try(g)) break;
         FAB_COUNT(g->stats.steps, 1);
         fab_step(g, fab_now());
     }
+    if (atomic_load_explicit(&g->idle, memory_order_seq_cst) && atomic_load_explicit(&g->ntimers, memory_order_seq_cst))
+        fab_group_kick(g); /* it sleeps without a tick, and there is a deadline now */
 }
 
 void fab_group_kick(fab_group *g) {
@@ -164,8 +167,11 @@ uint32_t fab_group_help(fab_group *g, bool polling) {
     if (!fab_group_try(g)) return 0;
     uint64_t now = fab_now();
     if (polling) {
-        if (atomic_load_explicit(&g->armed, memory_order_relaxed)) disarm(g);
         atomic_store_explicit(&g->last_help, now, memory_order_relaxed);
+        if (atomic_load_explicit(&g->armed, memory_order_relaxed)) {
+            disarm(g);
+            if (atomic_load_explicit(&g->idle, memory_order_relaxed)) fab_group_kick(g); /* it must look every tick now */
+        }
     }
     FAB_COUNT(g->stats.helps, 1);
     uint32_t did = fab_step(g, now);
@@ -206,11 +212,16 @@ static void sleep_until_something(fab_group *g) {
                 for (nfds_t k = 1; k < n; k++) known = known || fds[k].fd == g->nics[i].fd;
                 if (!known) fds[n++] = (struct pollfd){.fd = g->nics[i].fd, .events = POLLIN};
             }
-        struct timespec tick = {0, (long)IDLE_TICK_NS};
+        /* Announced, then the deadlines are looked at; who adds one does it the other way round (fab_group_unlock). */
+        atomic_store_explicit(&g->idle, !poller, memory_order_seq_cst);
+        bool idle = !poller && !atomic_load_explicit(&g->ntimers, memory_order_seq_cst);
+        if (!idle) atomic_store_explicit(&g->idle, 0, memory_order_relaxed);
+        struct timespec tick = {0, (long)(idle ? IDLE_NS : TICK_NS)};
         FAB_COUNT(g->stats.sleeps, 1);
         ppoll(fds, n, &tick, NULL);
         if (fds[0].revents) drain(g->efd);
     }
+    atomic_store_explicit(&g->idle, 0, memory_order_relaxed);
     atomic_store_explicit(&g->sleeping, 0, memory_order_seq_cst);
 }
 

@@ -136,6 +136,17 @@ typedef void (*fab_watch_fn)(void *arg, uint64_t old_value, uint64_t new_value);
 int64_t fab_watch_add(fab_engine *e, uint64_t word, fab_watch_fn fn, void *arg, uint64_t *word_out);
 int fab_watch_close(fab_engine *e, uint32_t id);
 
+/* ---- flags: words that operations bump (low half: ended, high half: ended badly). Those made here outlive the operations
+ * that name them as address | 1; a plain address is a word of the caller's own. -------------------------------- */
+uint64_t fab_flag_new(void);
+void fab_flag_drop(uint64_t flag);
+
+/* ---- limits of this machine, bytes per second, negative: not to be had -------------------------------------- */
+double fab_limit_stream(uint64_t bytes, uint64_t span,
+                        double seconds); /* copies of `bytes` each, walking `span` bytes */
+double fab_limit_cma(uint64_t bytes, uint64_t span, double seconds); /* the same by process_vm_writev */
+const char *fab_build_info(void);
+
 /* ---- the rest ------------------------------------------------------------------------------------------ */
 int fab_events_wait(fab_engine *e, fab_event *out, uint32_t cap,
                     uint64_t timeout_ns); /* blocks; -ESHUTDOWN at the end */

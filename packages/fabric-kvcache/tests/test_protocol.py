@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric_core import ProtocolError
+from fabric_core import BadRange, ProtocolError
 from fabric_kvcache.layout import KvLayout
 from fabric_kvcache.protocol import MAX_MESSAGE, MAX_REASON, VERSION, KvReject, KvRequest, decode, encode, indices
 
@@ -115,6 +116,7 @@ def test_a_message_that_is_too_long_is_not_even_parsed() -> None:
         ({"pages": indices([1, 2, 1])}, "named twice"),
         ({"pages": indices([1, 2, 3])[:-1]}, "cut off"),
         ({"prompt": indices(range(9))[:-2]}, "cut off"),
+        ({"prompt": b"", "pages": b""}, "without a token"),
     ],
 )
 def test_a_request_that_contradicts_itself_cannot_be_made(changes: dict[str, Any], said: str) -> None:
@@ -140,3 +142,9 @@ def test_a_request_that_contradicts_itself_cannot_be_made(changes: dict[str, Any
 def test_a_request_out_of_bounds_is_not_sent(changes: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError):
         encode(make(**changes))
+
+
+@pytest.mark.parametrize("values", [[-1], [1 << 32], [0.5], ["a"], np.array([3, -1])], ids=repr)
+def test_only_numbers_of_32_bits_travel(values: Any) -> None:
+    with pytest.raises(BadRange, match="integers from 0"):
+        indices(values)

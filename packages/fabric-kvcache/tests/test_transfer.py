@@ -229,11 +229,13 @@ def test_closing_a_decoder_ends_what_is_pending(peers: conftest.Peers, engine: T
         pending.wait()
 
 
-def test_a_request_that_no_message_can_carry_is_refused_and_costs_no_page(engine: TransferEngine) -> None:
+def test_a_request_that_cannot_be_sent_is_refused_and_costs_no_page(engine: TransferEngine) -> None:
     tokens = engine.max_message // 4
     with decoding(engine, pages=LAYOUT.pages_for(tokens)) as decoder:
         with pytest.raises(BadRange, match=str(engine.max_message)):
             decoder.submit(NetAddr.parse("local:nobody"), [0] * tokens)
+        with pytest.raises(BadRange, match="without a token"):
+            decoder.submit(NetAddr.parse("local:nobody"), [])
         assert decoder.pool.free == decoder.pool.pages
 
 

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from fabric_kvcache.decoder import Decoder, KvDamaged, PendingKv, PrefillRefused
+from fabric_kvcache.decoder import Decoder
 from fabric_kvcache.job import PrefillJob
 from fabric_kvcache.layout import KvLayout
+from fabric_kvcache.pending import KvDamaged, PendingKv, PrefillRefused
 from fabric_kvcache.pool import PageLease, PagePool, PoolExhausted
 from fabric_kvcache.prefiller import Prefiller
 from fabric_kvcache.received import ReceivedKv

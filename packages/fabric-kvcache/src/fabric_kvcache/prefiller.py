@@ -124,9 +124,12 @@ class Prefiller:
                 self._refuse(arrival.decoder, arrival.request.request_id, "its deadline passed while it waited")
                 continue
             try:
+                # First contact takes its time; have it while the first layer is computed.
+                self.engine.add_peer_group([arrival.desc.addr])
                 lease = self.pool.lease(len(arrival.request.page_indices))
-            except PoolExhausted as error:
-                self._refuse(arrival.decoder, arrival.request.request_id, f"the prefiller has no room: {error}")
+            except FabricError as error:
+                what = "has no room" if isinstance(error, PoolExhausted) else "cannot reach the decoder"
+                self._refuse(arrival.decoder, arrival.request.request_id, f"the prefiller {what}: {error}")
                 continue
             return PrefillJob(self.engine, arrival, lease, self._refuse)
 

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fabric_core import ProtocolError
+from fabric_core import BadRange, ProtocolError
 from fabric_kvcache.layout import KvLayout
 
 __all__ = ["MAX_MESSAGE", "MAX_TOKENS", "VERSION", "KvReject", "KvRequest", "decode", "encode", "indices"]
@@ -43,8 +43,11 @@ _U32 = np.dtype("<u4")
 
 
 def indices(values: Any) -> bytes:
-    """Encode a sequence of numbers below 2**32 as they travel: little-endian u32."""
-    return np.ascontiguousarray(values, dtype=_U32).tobytes()
+    """Encode a sequence of numbers as they travel: little-endian u32. Raises BadRange for one that is none."""
+    array = np.asarray(values)
+    if array.size and (array.dtype.kind not in "iu" or int(array.min()) < 0 or int(array.max()) >= 1 << 32):
+        raise BadRange("token ids and page numbers are integers from 0 to 2**32 - 1")
+    return array.astype(_U32).tobytes()
 
 
 class KvRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="request"):
@@ -63,6 +66,8 @@ class KvRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     prompt: Annotated[bytes, msgspec.Meta(min_length=4, max_length=4 * MAX_TOKENS)]  #: token ids
 
     def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("a prompt without a token")
         if len(self.prompt) % 4 or len(self.pages) % 4:
             raise ValueError("a list of numbers is cut off")
         wanted = self.layout.pages_for(len(self.prompt) // 4)

@@ -70,7 +70,7 @@ class Screen:
             (
                 "first token",
                 f"{result.ttft_us / 1e3:.1f} ms with two processes, {one / 1e3:.1f} ms with one "
-                f"({result.ttft_us - one:+.0f} us)",
+                f"({(result.ttft_us - one) / 1e3:+.1f} ms)",
             ),
             (
                 "then",

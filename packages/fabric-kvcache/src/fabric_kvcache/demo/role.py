@@ -15,8 +15,8 @@ import typer
 
 from fabric_core.cli.guard import BAD, BUG, INTERRUPTED, exit_code, say, write_report
 from fabric_core.cli.models import Model
-from fabric_kvcache.decoder import KvDamaged
 from fabric_kvcache.demo.report import Error
+from fabric_kvcache.pending import KvDamaged
 
 __all__ = ["Backend", "Chunk", "ModelPath", "Nics", "PageTokens", "Parent", "Speaker", "Threads", "run_role"]
 

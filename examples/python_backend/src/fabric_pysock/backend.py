@@ -56,10 +56,9 @@ class Link:
     sends: deque[WorkRequest] = field(default_factory=deque)
     flying: dict[int, tuple[int, int]] = field(default_factory=dict)  # seq -> (kind, id)
     flying_sends: int = 0
-    heard: int = 0
+    heard: int = 0  # when it last gave a sign of life; 0: not looked at yet
     pinged: int = 0
     wanted: int = select.EPOLLIN | select.EPOLLOUT
-    give_up: int = 0  # when the first contact has taken too long
 
 
 class PySockDomain(Domain):
@@ -124,7 +123,7 @@ class PySockDomain(Domain):
             self._lose(link, errno.ECANCELED)
 
     def _add(self, sock: socket.socket, peer: int | None = None) -> Link:
-        link = Link(Stream(sock), peer, heard=self._now, give_up=self._now + self._connect_ns)
+        link = Link(Stream(sock), peer)
         self._links[sock.fileno()] = link
         if peer is not None:
             self._peers[peer] = link
@@ -306,13 +305,12 @@ class PySockDomain(Domain):
         while self._cancelled and self._cancelled[0][0] < now:
             _end, link, seq = self._cancelled.popleft()
             self._acknowledged(link, seq, errno.ECANCELED)  # the peer does not answer: given up
-        for link in list(self._peers.values()):
-            silent = now - link.heard
-            if link.lost:
-                continue
-            if (not link.up and now > link.give_up) or (link.up and silent > PATIENCE * self._heartbeat_ns):
+        for link in [link for link in self._peers.values() if not link.lost]:
+            link.heard = link.heard or now
+            silent, heartbeat = now - link.heard, self._heartbeat_ns
+            if silent > (PATIENCE * heartbeat if link.up else self._connect_ns):
                 self._lose(link, errno.ETIMEDOUT)
-            elif link.up and silent > self._heartbeat_ns and now - link.pinged > self._heartbeat_ns:
+            elif link.up and silent > heartbeat and now - link.pinged > heartbeat:
                 link.pinged = now
                 link.stream.push(Frame(Kind.PING))
                 self._transmit(link)

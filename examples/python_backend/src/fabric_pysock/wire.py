@@ -78,17 +78,13 @@ class Stream:
 
     def pull(self) -> Iterator[Frame]:
         """Yield the frames that are complete. Raises OSError: connection gone; ValueError: not our protocol."""
-        gone = False
         for _ in range(4):
             try:
                 data = self.sock.recv(READ_AT_ONCE)
             except BlockingIOError:
                 break
-            except ConnectionError:
-                data = b""
-            if not data:
-                gone = True  # what came before the end is still good
-                break
+            if not data:  # what we did not acknowledge has failed for the peer: it must not happen now
+                raise ConnectionResetError
             self._in += data
         at = 0
         while len(self._in) - at >= HEADER.size:
@@ -101,5 +97,3 @@ class Stream:
             at += HEADER.size + length
             yield Frame(kind, seq, status, imm if has_imm else None, key, addr, payload)
         del self._in[:at]
-        if gone:
-            raise ConnectionResetError

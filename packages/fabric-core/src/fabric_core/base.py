@@ -143,6 +143,7 @@ class EngineBase:
         if not 1 <= len(domains) <= MAX_NICS:
             raise BackendError(f"backend {backend.name!r} opened {len(domains)} domains; a group has 1 to {MAX_NICS}")
         native = [self._native(d) for d in domains]
+        worker = 2 if any(isinstance(d, Domain) for d in domains) else 1
         self._keep.extend(native)
         mask = ffi.new("uint64_t[16]")
         if self.settings.pin_cpus:
@@ -150,7 +151,7 @@ class EngineBase:
                 if cpu < 1024:
                     mask[cpu // 64] |= 1 << (cpu % 64)
         group = lib.fab_group_open(
-            self._core.pointer, len(native), [d.ops for d in native], [d.ctx for d in native], mask, 1
+            self._core.pointer, len(native), [d.ops for d in native], [d.ctx for d in native], mask, worker
         )
         if group < 0:
             for d in native:

@@ -69,7 +69,7 @@ def _door(function: Callable[..., int | None]) -> Callable[..., int]:
         except Exception as error:  # user code cannot hurt the engine (C9)
             return _status(error, name, adapted)
 
-    ffi.def_extern(name=f"fab_py_{name}", error=None if name == "close" else -errno.EIO)(call)
+    ffi.def_extern(name=f"fab_py_{name}", error=-errno.EIO)(call)
     return call
 
 
@@ -153,12 +153,15 @@ def _arm(a: _Adapted, on: int) -> int:
     return int(a.domain.arm(bool(on)) or bool(a.pending))
 
 
-@_door
-def _close(a: _Adapted) -> None:
+@ffi.def_extern(name="fab_py_close")
+def _close(ctx: Any) -> None:
+    adapted = ffi.from_handle(ctx)
     try:
-        a.domain.close()
+        adapted.domain.close()
+    except Exception as error:
+        _status(error, "close", adapted)
     finally:
-        _alive.discard(a)
+        _alive.discard(adapted)
 
 
 assert {kind.value for kind in CompletionKind} == {

@@ -46,6 +46,7 @@ int fab_group_open(fab_engine *e, uint32_t nnics, const uint64_t *ops, const uin
     fab_list_init(&g->active);
     fab_list_init(&g->watching);
     fab_list_init(&g->unposted);
+    g->shy = thread == 2;
     memcpy(g->cpus, cpus, sizeof g->cpus);
     int rc = 0;
     for (uint32_t i = 0; i < nnics; i++) {

@@ -213,6 +213,7 @@ struct fab_group {
     int efd;
     pthread_t thread;
     uint8_t has_thread;
+    uint8_t shy; /* its domains are in Python: only the worker and pollers step it [init] */
     _Atomic uint32_t ready;
     _Atomic uint32_t closing;
     uint64_t cpus[16]; /* mask of CPUs to pin to, all zero: none */

@@ -102,7 +102,7 @@ static int64_t launch(fab_engine *e, fab_transfer *t, uint64_t local) {
         return -EAGAIN;
     }
     FAB_COUNT(g->stats.submitted, 1);
-    if (bytes <= e->cfg.inline_bytes && !e->cfg.busy && fab_group_try(g)) {
+    if (bytes <= e->cfg.inline_bytes && !e->cfg.busy && !g->shy && fab_group_try(g)) {
         fab_step(g, fab_now());
         /* Left to do: something that did not fit, or a completion that nobody asked to be woken for. */
         bool more =

@@ -8,8 +8,8 @@
 #include <poll.h>
 #include <stdio.h>
 
-#define TICK_NS 10000000ull        /* the longest sleep while there are deadlines, or a poller that may stop looking */
-#define IDLE_NS 200000000ull       /* ... and while there is nothing at all */
+#define TICK_NS 10000000ull /* the longest sleep while there are deadlines, or a poller that may stop looking */
+#define IDLE_NS 200000000ull /* ... and while there is nothing at all */
 #define POLLER_GONE_NS 10000000ull /* a poller that has not looked for so long is gone */
 
 /* ---- the loop body ------------------------------------------------------------------------------ */
@@ -155,6 +155,7 @@ static bool arm(fab_group *g) {
 }
 
 bool fab_group_arm(fab_group *g) {
+    if (g->shy) return true; /* its worker does */
     if (!fab_group_try(g)) return false;
     bool quiet = arm(g);
     fab_group_unlock(g);
@@ -164,13 +165,18 @@ bool fab_group_arm(fab_group *g) {
 /* A poller's wake-ups are its own looks: peers need not wake the worker for it. The worker, which looks every tick,
  * asks for wake-ups again once the poller is gone. */
 uint32_t fab_group_help(fab_group *g, bool polling) {
+    if (g->shy && !polling) {
+        fab_group_kick(g);
+        return 0;
+    }
     if (!fab_group_try(g)) return 0;
     uint64_t now = fab_now();
     if (polling) {
         atomic_store_explicit(&g->last_help, now, memory_order_relaxed);
         if (atomic_load_explicit(&g->armed, memory_order_relaxed)) {
             disarm(g);
-            if (atomic_load_explicit(&g->idle, memory_order_relaxed)) fab_group_kick(g); /* it must look every tick now */
+            if (atomic_load_explicit(&g->idle, memory_order_relaxed))
+                fab_group_kick(g); /* it must look every tick now */
         }
     }
     FAB_COUNT(g->stats.helps, 1);

@@ -75,7 +75,8 @@ typedef struct fab_peer_stats {
 /* ---- life -------------------------------------------------------------------------------------- */
 fab_engine *fab_engine_new(const fab_engine_cfg *cfg);
 /* Opens a DomainGroup over nnics domains; `cpus` is a mask to pin its worker to (all zero: none); thread 0: no worker
- * thread, the caller steps. Takes the domains over: they are closed with the engine. Returns the group's number. */
+ * thread, the caller steps; 1: a worker; 2: a worker, and threads that submit or wait leave the stepping to it (domains in
+ * Python: a signal's exception must not come up inside one of their methods). Takes the domains over: they are closed with the engine. Returns the group's number. */
 int fab_group_open(fab_engine *e, uint32_t nnics, const uint64_t *ops, const uint64_t *ctx, const uint64_t *cpus,
                    int thread);
 /* Ends everything that is in flight (each operation ends exactly once), closes the domains. Idempotent. */

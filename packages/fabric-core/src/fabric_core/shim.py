@@ -153,8 +153,8 @@ def _arm(a: _Adapted, on: int) -> int:
     return int(a.domain.arm(bool(on)) or bool(a.pending))
 
 
-@ffi.def_extern(name="fab_py_close")
 def _close(ctx: Any) -> None:
+    """As the others, but a void callback must return None."""
     adapted = ffi.from_handle(ctx)
     try:
         adapted.domain.close()
@@ -163,6 +163,8 @@ def _close(ctx: Any) -> None:
     finally:
         _alive.discard(adapted)
 
+
+ffi.def_extern(name="fab_py_close")(_close)
 
 assert {kind.value for kind in CompletionKind} == {
     lib.FAB_WC_OP,

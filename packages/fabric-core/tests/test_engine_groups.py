@@ -77,7 +77,7 @@ def test_native_callers_get_a_versioned_table_that_works() -> None:
         _, desc = engine.reg_mr(target)
         imm = engine.alloc_imm()
         core = engine._core.pointer
-        remote = engine._remote(desc, 0)
+        remote = engine._remote(desc, 0).handle
         transfer = table.submit_write(core, handle._handle, 0, remote, 0, 64, imm, -1, 0, 0)
         assert transfer > 0
         assert table.transfer_wait(core, transfer, 5 * 10**9) == lib.FAB_DONE

@@ -23,7 +23,7 @@ def test_every_kind_of_host_memory_gives_its_address_and_length() -> None:
         assert held.nbytes == 8192
         assert held.ptr % 4096 == 0
         del held
-    assert range_of((4096, 10))[:2] == (4096, 10)
+    assert range_of((numbers.ctypes.data, 10))[:2] == (numbers.ctypes.data, 10)
 
 
 def test_a_torch_tensor_is_taken_by_duck_typing() -> None:
@@ -47,6 +47,7 @@ def test_a_torch_tensor_is_taken_by_duck_typing() -> None:
         ((4096, -1), "no range of memory"),
         ((1, 2, 3, 4), "address, bytes"),
         (((1 << 64) - 1, 10), "no range of memory"),
+        ((4096, 1 << 20), "not .all. mapped"),
     ],
 )
 def test_what_holds_no_usable_memory_is_refused_with_the_reason(bad: object, text: str) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import itertools
 import logging
+import math
 import os
 import re
 import secrets
@@ -31,6 +33,8 @@ __all__ = ["EngineBase"]
 log = logging.getLogger("fabric")
 
 _FEW_CORES = 4
+_LONGEST_CLOSE = 1e6  # seconds
+_tokens = itertools.count()
 
 
 class EngineBase:
@@ -73,7 +77,9 @@ class EngineBase:
             settings = Settings.load(backend=backend, nics=nics, **overrides)
         elif overrides or backend is not None or nics is not None:
             settings = settings.replace(backend=backend, nics=nics, **overrides)
-        wanted = [device] if devices is None else list(devices)
+        wanted = [device] if devices is None else [devices] if not isinstance(devices, Sequence) else list(devices)
+        if not all(isinstance(one, str) for one in (*wanted, name or "")):
+            raise ConfigError(f"devices and names are text: device={wanted!r}, name={name!r}")
         if not wanted or len(wanted) > 16 or len(set(wanted)) != len(wanted):
             raise ConfigError(f"devices= takes 1 to 16 different devices, not {wanted!r}")
         if name is None:
@@ -86,6 +92,7 @@ class EngineBase:
 
     def _start(self, backend: Any, settings: Settings, devices: list[str], name: str) -> None:
         self.settings = settings
+        self._known_address: Callable[[str], bool] = getattr(backend, "known_address", lambda _domain: True)
         self.backend: str = backend.name
         self.devices = tuple(devices)
         self.name = name
@@ -99,6 +106,7 @@ class EngineBase:
         self._keep: list[object] = []
         self._owners: dict[int, object] = {}  # registered memory stays, whoever keeps its handle or not (C7)
         self._pools = 0
+        self._tokens = [next(_tokens) for _ in devices]  # names a group of this engine, once and for all
         busy = settings.polling == "busy"
         cores = len(os.sched_getaffinity(0))
         spin_us = settings.spin_us if settings.spin_us is not None else (20 if cores <= _FEW_CORES else 200)
@@ -192,6 +200,9 @@ class EngineBase:
 
         `timeout` bounds each of the two waits (for the NICs, for running callbacks). Works from a callback too.
         """
+        if not isinstance(timeout, int | float) or math.isnan(timeout):
+            raise ConfigError(f"close(timeout={timeout!r}): a number of seconds")
+        timeout = max(0.0, min(timeout, _LONGEST_CLOSE))
         with self._lock:
             if self._closed:
                 return
@@ -199,7 +210,7 @@ class EngineBase:
         _engines.discard(self)
         if self._core.pid != os.getpid():
             return
-        rc = lib.fab_engine_close(self._core.pointer, int(max(0.0, timeout) * 1e9))
+        rc = lib.fab_engine_close(self._core.pointer, int(timeout * 1e9))
         if rc:
             log.warning(
                 "close() of %r: a NIC did not let go of its work within %g s; it was closed by force", self, timeout
@@ -253,7 +264,7 @@ class EngineBase:
             raise BadRange(f"this {type(x).__name__} is read-only: register it with write=False, as a source only")
         mr = ffi.new("fab_mr *", {"addr": ptr, "len": nbytes, "access": int(write), "fd": -1, "device_id": -1})
         for memory in self._shared:
-            if memory.ptr <= ptr and ptr + nbytes <= memory.ptr + len(memory):
+            if not memory.closed and memory.ptr <= ptr and ptr + nbytes <= memory.ptr + len(memory):
                 mr.fd, mr.fd_offset = memory.fd, ptr - memory.ptr
                 break
         nics = len(self._addrs[group].domains)
@@ -261,8 +272,10 @@ class EngineBase:
         handle = lib.fab_mem_reg(self._core.pointer, group, mr, keys)
         if handle < 0:
             self._check_open()
+            cure = "; close() handles that are no longer needed" if handle == -errno.ENOSPC else ""
             raise BackendError(
-                f"{nbytes} bytes at {ptr:#x} cannot be registered with backend {self.backend!r}: {os.strerror(-handle)}"
+                f"{nbytes} bytes at {ptr:#x} cannot be registered with backend {self.backend!r}: "
+                f"{os.strerror(-handle)} ({len(self._owners)} registrations of this engine are open){cure}"
             )
         owner = owner if owner is not None else x
         self._owners[handle] = owner
@@ -282,12 +295,18 @@ class EngineBase:
         Raises:
             StaleHandle: closed already, or of another engine. QueueFull: transfers still use it after `timeout`.
         """
+        if not isinstance(handle, MrHandle):
+            raise TypeError(f"dereg_mr() takes an MrHandle, not {type(handle).__name__}")
+        if self._core.pid != os.getpid():
+            self._check_open()
         if handle._engine is not self or handle.closed:
             raise StaleHandle(f"{handle!r} {'is closed already' if handle.closed else 'belongs to another engine'}")
         seconds = self.settings.timeout if timeout is None else timeout
         rc = lib.fab_mem_dereg(self._core.pointer, handle._handle, int(seconds * 1e9))
         if rc == -errno.EBUSY:
             raise QueueFull(f"{handle!r} is still the source of transfers after {seconds:g} s: cancel() them first")
+        if rc == -errno.EBADF and not self._closed:
+            raise StaleHandle(f"{handle!r} is being closed by another thread")
         self._owners.pop(handle._handle, None)
         handle._handle = 0
         handle.owner = None
@@ -296,6 +315,8 @@ class EngineBase:
 
     def add_peer_group(self, addrs: Iterable[NetAddr | str]) -> PeerGroup:
         """Return a group for scatter and barrier; each peer counts once, however often it is named."""
+        if isinstance(addrs, str) or not isinstance(addrs, Iterable):
+            raise TypeError(f"add_peer_group() takes several addresses, not {addrs!r}")
         group = PeerGroup(self._addr(a) for a in addrs)
         for addr in group.addrs:
             self._peer(0, addr)
@@ -311,6 +332,9 @@ class EngineBase:
                 f"{addr} is an address of backend {addr.backend!r}; this engine runs {self.backend!r}: "
                 f"open it with backend={addr.backend!r}"
             )
+        for domain in addr.domains:
+            if not self._known_address(domain):
+                raise ConfigError(f"{addr}: {domain!r} is no address of backend {self.backend!r}")
         return addr
 
     def _peer(self, group: int, addr: NetAddr) -> int:
@@ -333,23 +357,23 @@ class EngineBase:
     def _nic_name(self, group: int, nic: int) -> str | None:
         return self._addrs[group].domains[nic] if 0 <= nic < len(self._addrs[group].domains) else None
 
-    def _remote(self, desc: MrDesc, group: int) -> int:
-        """Return the C handle of a descriptor, made at its first use."""
+    def _remote(self, desc: MrDesc, group: int) -> Remote:
+        """Return a descriptor's form in C, made at its first use. Hold it while its handle is being submitted."""
         if not isinstance(desc, MrDesc):
             raise TypeError(f"expected the MrDesc of a peer, not {type(desc).__name__}")
-        cache = desc._cache
-        if cache is not None and cache.core is self._core and cache.group == group:
-            return int(cache.handle)
+        token = self._tokens[group]
         peer = self._peer(group, desc.addr)
-        rc = lib.fab_remote_add(
-            self._core.pointer, group, peer, desc.nbytes, desc.access, len(desc.keys), list(desc.keys), list(desc.bases)
-        )
-        if rc < 0:
-            raise QueueFull(
-                f"{desc!r} cannot be added: {os.strerror(-rc)} (an engine knows 1048576 descriptors at most)"
-            )
-        desc._cache = Remote(self._core, group, rc)
-        return int(rc)
+        with self._lock:
+            found: Remote | None = desc._remotes.get(token)
+            if found is None:
+                keys, bases = list(desc.keys), list(desc.bases)
+                rc = lib.fab_remote_add(
+                    self._core.pointer, group, peer, desc.nbytes, desc.access, len(keys), keys, bases
+                )
+                if rc < 0:
+                    raise QueueFull(f"{desc!r} cannot be added: {os.strerror(-rc)} (1048576 descriptors at most)")
+                found = desc._remotes[token] = Remote(self._core, rc)
+        return found
 
     def _group_of(self, device: str | None) -> int:
         if device is None:

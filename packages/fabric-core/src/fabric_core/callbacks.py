@@ -36,6 +36,7 @@ class CallbackThread:
         self._operations: dict[tuple[int, int], Operation] = {}  # keeps them alive until their event came
         self._pools: dict[int, tuple[int, Callable[[bytes], object]]] = {}  # number: (bytes of a buffer, on_message)
         self._watchers: dict[int, Callable[[int, int], object]] = {}
+        self._over = False  # the thread has ended, and with the engine every operation: callbacks are called at once
         self._thread = threading.Thread(target=self._run, name="fabric-callbacks", daemon=True)
         self._thread.start()
 
@@ -49,7 +50,9 @@ class CallbackThread:
             raise TypeError(f"a callback can be called, a {type(callback).__name__} cannot")
         kind = lib.FAB_EV_TRANSFER if isinstance(operation, Transfer) else lib.FAB_EV_EXPECT
         with self._lock:
-            if operation._callbacks is None:
+            if self._over:
+                first, operation._callbacks = False, ()  # type: ignore[assignment]
+            elif operation._callbacks is None:
                 operation._callbacks = [callback]
                 self._operations[kind, operation._handle] = operation
                 first = True
@@ -62,6 +65,12 @@ class CallbackThread:
             operation._notify(operation._core.address, operation._handle)
         else:
             self.call(callback, operation)
+
+    def forget(self, operation: Operation, callback: Callable[[Any], object]) -> None:
+        """Take back a callback that has not been called yet."""
+        with self._lock:
+            if isinstance(operation._callbacks, list) and callback in operation._callbacks:
+                operation._callbacks.remove(callback)
 
     def add_pool(self, pool: int, length: int, on_message: Callable[[bytes], object]) -> None:
         """Have messages that arrive in a pool handed to `on_message`."""
@@ -103,13 +112,19 @@ class CallbackThread:
         while True:
             n = lib.fab_events_wait(core.pointer, events, _BATCH, 1 << 40)
             if n == -errno.ESHUTDOWN:
-                return
+                break
             for i in range(max(n, 0)):
                 e = events[i]
                 try:
                     self._dispatch(e.kind, e.status, e.id, e.a, e.b, e.c)
                 except Exception:
                     log.exception("an event of kind %d could not be dispatched", e.kind)
+
+        with self._lock:
+            self._over = True
+            late = list(self._operations)  # registered after the last look at the events
+        for kind, id in late:
+            self._dispatch(kind, 0, id, 0, 0, 0)
 
     def _dispatch(self, kind: int, status: int, id: int, a: int, b: int, c: int) -> None:
         if kind in (lib.FAB_EV_TRANSFER, lib.FAB_EV_EXPECT):

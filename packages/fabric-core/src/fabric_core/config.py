@@ -93,7 +93,7 @@ class Settings(BaseModel):
         5.0, "seconds, 0 or more", "How long a full ring may hold a submit before it raises QueueFull", ge=0
     )
     imm_slots: int = _field(
-        65536, "an integer from 1 to 16777216", "Immediates of one engine in use at most", ge=1, le=1 << 24
+        65536, "an integer from 256 to 16777216", "Immediates of one engine in use at most", ge=256, le=1 << 24
     )
     local_dir: str = Field(
         default_factory=default_local_dir,

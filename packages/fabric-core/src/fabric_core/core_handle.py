@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any
 
 from fabric_core.native_lib import ffi, lib
@@ -29,12 +30,13 @@ class Core:
 class Remote:
     """A descriptor's form in one C engine; dropped with the descriptor, when the last transfer to it has ended."""
 
-    __slots__ = ("core", "group", "handle")
+    __slots__ = ("_core", "handle")
 
-    def __init__(self, core: Core, group: int, handle: int) -> None:
-        self.core = core
-        self.group = group
+    def __init__(self, core: Core, handle: int) -> None:
+        self._core = weakref.ref(core)  # a descriptor does not keep engines alive
         self.handle = handle
 
     def __del__(self) -> None:
-        lib.fab_remote_drop(self.core.pointer, self.handle)
+        core = self._core()
+        if core is not None:
+            lib.fab_remote_drop(core.pointer, self.handle)

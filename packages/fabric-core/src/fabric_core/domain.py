@@ -305,9 +305,10 @@ class Domain(ABC):
 class Backend(Protocol):
     """What the entry point names: an object, or a module with these names.
 
-    Optional: `variables`, a dict from each environment variable that the backend reads itself (`FABRIC_MYNIC_...`) to
-    one sentence of help. `fabric env` prints them, and `fabric doctor` calls a `FABRIC_*` variable that nobody
-    declares a misspelling.
+    Optional: `known_address(domain: str) -> bool`, whether text can be an address of this backend, so that a misspelt
+    one is refused at once. Optional: `variables`, a dict from each environment variable that the backend reads itself
+    (`FABRIC_MYNIC_...`) to one sentence of help: `fabric env` prints them, and `fabric doctor` calls a `FABRIC_*`
+    variable that nobody declares a misspelling.
     """
 
     name: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable
+from operator import index
 from typing import Any
 
 from fabric_core.errors import BackendError, BadRange, ConfigError, QueueFull, StaleHandle
@@ -86,7 +87,8 @@ class TransferEngine(Submits):
             raise ConfigError("an expectation takes a callable or None; a Flag is bumped by transfers")
         if on_done is not None and not callable(on_done):
             raise TypeError(f"on_done is a callable or None, not {type(on_done).__name__}")
-        if not isinstance(count, int) or not 0 <= count <= 1 << 40:
+        count = index(count)
+        if not 0 <= count <= 1 << 40:
             raise BadRange(f"count={count!r}: an expectation waits for 0 to 2**40 writes")
         seconds = self.settings.timeout if timeout is None else timeout
         if not seconds >= 0:
@@ -108,7 +110,8 @@ class TransferEngine(Submits):
 
     @staticmethod
     def _u32(imm: int) -> int:
-        return imm if isinstance(imm, int) and 0 <= imm < 1 << 32 else 0xFFFFFFFF
+        number = index(imm)
+        return number if 0 <= number < 1 << 32 else 0xFFFFFFFF
 
     # ---- the rest --------------------------------------------------------------------------------------------------
 

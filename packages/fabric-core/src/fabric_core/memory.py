@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from fabric_core.errors import BadRange, Unsupported
-from fabric_core.native_lib import ffi
+from fabric_core.native_lib import ffi, lib
 
 __all__ = ["Range", "range_of"]
 
@@ -43,6 +43,8 @@ def _pair(x: tuple[Any, ...]) -> Range:
         raise BadRange(f"address {ptr:#x} with {nbytes} bytes is no range of memory")
     if device.partition(":")[0] != "cpu":
         raise Unsupported(f"memory on {device} cannot be registered yet")
+    if not lib.fab_range_mapped(ptr, nbytes):
+        raise BadRange(f"address {ptr:#x} with {nbytes} bytes is not (all) mapped in this process")
     return Range(ptr, nbytes, "cpu", None)
 
 

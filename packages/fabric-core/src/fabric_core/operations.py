@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Self
 
-from fabric_core.errors import EngineClosed, FabricError, WaitTimeout, transfer_error
+from fabric_core.errors import BadRange, EngineClosed, FabricError, WaitTimeout, transfer_error
 from fabric_core.native_lib import fast, ffi, lib
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class Operation:
 
     def exception(self) -> FabricError | None:
         """Return why it ended badly; None while it is pending or when it is fine."""
+        self._phase()
         out = ffi.new("fab_outcome *")
         self._outcome(self._core.pointer, self._handle, out)
         return self._error(out) if out.phase > lib.FAB_DONE else None
@@ -95,6 +96,8 @@ class Operation:
             TransferError: it ended badly (PeerLost, DeadlineExceeded, RemoteAccessError, Cancelled, ...).
         """
         seconds = self._engine.settings.timeout if timeout is None else timeout
+        if not seconds >= 0:
+            raise BadRange(f"wait(timeout={timeout!r}): a number of seconds, 0 or more")
         end = time.monotonic() + seconds
         left = seconds
         while True:  # in slices, so that Python gets to handle signals (Ctrl-C)
@@ -114,10 +117,12 @@ class Operation:
 
     def cancel(self) -> None:
         """Ask for its end. It ends once no NIC reads its source any more (C7), as cancelled unless it was faster."""
+        self._phase()
         self._cancel(self._core.pointer, self._handle)
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
         """Call `callback(self)` on the engine's callback thread when it ends, also if it has ended already."""
+        self._phase()
         self._engine._callbacks.add(self, callback)
 
     def __await__(self) -> Generator[Any, None, None]:
@@ -143,6 +148,7 @@ class Operation:
                 pass
 
         self.add_done_callback(ended)
+        future.add_done_callback(lambda f: self._engine._callbacks.forget(self, ended) if f.cancelled() else None)
         return future
 
     def __del__(self) -> None:

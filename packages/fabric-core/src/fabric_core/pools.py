@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fabric_core.errors import StaleHandle
 from fabric_core.native_lib import fast, lib
 
 if TYPE_CHECKING:
@@ -49,12 +50,16 @@ class UvmWatcher:
 
     @property
     def value(self) -> int:
-        """The word, read with acquire, written with release."""
+        """The word, read with acquire, written with release. Raises StaleHandle once closed: it is watched no more."""
+        if self.closed:
+            raise StaleHandle("this watcher is closed")
         word: int = fast.load_u64(self.ptr)
         return word
 
     @value.setter
     def value(self, new: int) -> None:
+        if self.closed:
+            raise StaleHandle("this watcher is closed")
         fast.store_u64(self.ptr, new)
 
     def close(self) -> None:

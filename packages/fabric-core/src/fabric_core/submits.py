@@ -11,10 +11,12 @@ import errno
 import os
 import time
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any
 
 from fabric_core import explain
 from fabric_core.base import EngineBase
+from fabric_core.core_handle import Remote
 from fabric_core.errors import BackendError, BadRange, ConfigError, FabricError, QueueFull, StaleHandle
 from fabric_core.native_lib import fast, lib
 from fabric_core.operations import Transfer
@@ -39,20 +41,18 @@ def _flag_of(on_done: Any) -> int:
 class Submits(EngineBase):
     """The submitting half of TransferEngine."""
 
-    def _target(self, handle: MrHandle, desc: MrDesc) -> int:
-        """Return the C handle of the target, after a look at what was given as source and target."""
+    def _target(self, handle: MrHandle, desc: MrDesc) -> Remote:
+        """Return the target's form in C, after a look at what was given as source and target."""
         try:
             if handle._engine is not self:
                 raise StaleHandle(f"{handle!r} belongs to another engine: register the memory with this one")
-            cache = desc._cache
-            if cache is not None and cache.core is self._core and cache.group == handle.group:
-                return int(cache.handle)
+            found: Remote | None = desc._remotes.get(self._tokens[handle.group])
         except AttributeError:
             raise TypeError(
                 "a source is (MrHandle, offset or Pages) and a target (MrDesc, offset or Pages), not "
                 f"({type(handle).__name__}, ...) and ({type(desc).__name__}, ...)"
             ) from None
-        return self._remote(desc, handle.group)
+        return found if found is not None else self._remote(desc, handle.group)
 
     def submit_single_write(
         self,
@@ -81,7 +81,9 @@ class Submits(EngineBase):
         flag = 0 if on_done is None else _flag_of(on_done)
         remote = self._target(handle, desc)
         try:
-            rc = fast.submit_write(self._address, handle._handle, loff, remote, roff, length, imm, nic, timeout, flag)
+            rc = fast.submit_write(
+                self._address, handle._handle, loff, remote.handle, roff, length, imm, nic, timeout, flag
+            )
         except (OverflowError, ValueError) as error:
             raise BadRange(
                 f"write of {length} bytes from offset {loff} to offset {roff}, immediate {imm}: {error}"
@@ -90,7 +92,7 @@ class Submits(EngineBase):
             rc = self._again(
                 rc,
                 lambda: fast.submit_write(
-                    self._address, handle._handle, loff, remote, roff, length, imm, nic, timeout, flag
+                    self._address, handle._handle, loff, remote.handle, roff, length, imm, nic, timeout, flag
                 ),
                 lambda code: explain.write(self, code, length, imm, handle, loff, desc, roff, nic),
             )
@@ -124,7 +126,7 @@ class Submits(EngineBase):
             try:
                 return fast.submit_paged(  # type: ignore[no-any-return]
                     self._address, handle._handle, s.indices, s.stride, s.offset,
-                    remote, d.indices, d.stride, d.offset, page_len, imm, nic, timeout, flag,
+                    remote.handle, d.indices, d.stride, d.offset, page_len, imm, nic, timeout, flag,
                 )  # fmt: skip
             except (OverflowError, ValueError) as error:
                 raise BadRange(f"paged write of {page_len} bytes a page, from {s!r} to {d!r}: {error}") from None
@@ -195,9 +197,10 @@ class Submits(EngineBase):
             raise StaleHandle(f"{src!r} belongs to another engine: register the memory with this one")
         in_group = src.group if src is not None else 0
         targets = array.array("Q")
+        held = [self._remote(t.desc, in_group) for t in dst]
         try:
-            for t in dst:
-                targets.extend((self._remote(t.desc, in_group), t.src_offset, t.dst_offset, t.length))
+            for t, remote in zip(dst, held, strict=True):
+                targets.extend((remote.handle, index(t.src_offset), index(t.dst_offset), index(t.length)))
         except (OverflowError, TypeError) as error:
             raise BadRange(f"{t!r}: offsets and lengths are integers from 0 to 2**64 - 1: {error}") from None
         local = src._handle if src is not None else 0

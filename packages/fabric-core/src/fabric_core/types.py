@@ -87,7 +87,7 @@ class MrDesc:
     Treat it as a capability: who holds it may write there. `repr` leaves the keys out, so that logs do not leak it.
     """
 
-    __slots__ = ("_cache", "access", "addr", "bases", "keys", "nbytes", "ptr")
+    __slots__ = ("_remotes", "access", "addr", "bases", "keys", "nbytes", "ptr")
 
     def __init__(
         self, addr: NetAddr, ptr: int, nbytes: int, access: int, keys: Sequence[int], bases: Sequence[int]
@@ -106,7 +106,7 @@ class MrDesc:
         self.access = access  #: bit 0: peers may write
         self.keys = tuple(keys)
         self.bases = tuple(bases)
-        self._cache: Any = None  # what TransferEngine._remote made of it
+        self._remotes: dict[int, Any] = {}  # engine's token -> Remote, see EngineBase._remote
 
     @property
     def writable(self) -> bool:
@@ -291,7 +291,7 @@ class SharedMemory(mmap.mmap):
     ptr: int
 
     def __new__(cls, nbytes: int) -> SharedMemory:
-        if not isinstance(nbytes, int) or nbytes <= 0:
+        if not isinstance(nbytes, int) or not 0 < nbytes < 1 << 62:
             raise ConfigError(f"empty() takes a number of bytes above 0, not {nbytes!r}")
         fd = os.memfd_create("fabric", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

@@ -12,7 +12,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 SCALES = ("quick", "normal", "long")
-HANG_AFTER = 120.0  # seconds: a test of the kit that takes longer hangs
+HANG_AFTER = {"quick": 120.0, "normal": 120.0, "long": 1800.0}  # seconds: a test that takes longer hangs
 
 
 def _nic_count(text: str) -> tuple[int, ...]:
@@ -100,4 +100,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif item.get_closest_marker("big") and not config.getoption("--fabric-big"):
             item.add_marker(pytest.mark.skip(reason="moves more than 4 GiB: --fabric-big"))
         if watchdog and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(HANG_AFTER))
+            item.add_marker(pytest.mark.timeout(HANG_AFTER[config.getoption("--fabric-scale")]))

@@ -108,7 +108,7 @@ def test_a_late_immediate_is_a_stray_and_not_the_new_owners(pair: Pair) -> None:
     before = strays(pair.b)
     old = pair.b.alloc_imm()
     assert pair.b.free_imm(old) == 0
-    owners = [pair.b.alloc_imm() for _ in range(8)]
+    owners = [pair.b.alloc_imm() for _ in range(256)]
     assert old not in owners
     raise_imm(pair.a, target, old, 3)
     eventually(lambda: strays(pair.b) == before + 3, "three strays are counted")
@@ -146,8 +146,8 @@ def flat(stats: object, prefix: str = "") -> dict[str, int]:
 
 def test_there_are_as_many_immediates_as_the_settings_say(engines: Engines) -> None:
     """C8: the next one is refused at once, and one that was given back can be had again."""
-    engine = engines.open(imm_slots=8)
-    imms = [engine.alloc_imm() for _ in range(8)]
+    engine = engines.open(imm_slots=256)
+    imms = [engine.alloc_imm() for _ in range(256)]
     with pytest.raises(QueueFull):
         engine.alloc_imm()
     engine.free_imm(imms[3])

@@ -14,12 +14,34 @@
 
 /* ---- arguments: unsigned, or None for "not given" ------------------------------------------------- */
 
-static uint64_t u64(PyObject *o) { return PyLong_AsUnsignedLongLong(o); }
+/* numpy's integers and the like come by __index__; what is no integer is named. */
+static PyObject *as_index(PyObject *o) {
+    PyObject *n = PyNumber_Index(o);
+    if (!n && PyErr_ExceptionMatches(PyExc_TypeError)) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_TypeError, "an integer is needed here, not %R", o);
+    }
+    return n;
+}
+
+static uint64_t u64(PyObject *o) {
+    if (PyLong_CheckExact(o)) return PyLong_AsUnsignedLongLong(o);
+    if (PyErr_Occurred()) return 0; /* an argument before this one was wrong: keep its error */
+    PyObject *n = as_index(o);
+    if (!n) return 0;
+    uint64_t v = PyLong_AsUnsignedLongLong(n);
+    Py_DecRef(n);
+    return v;
+}
 
 /* None: -1. A negative number is no way to say None: INT64_MIN, which every check refuses. */
 static int64_t optional(PyObject *o) {
     if (o == Py_None) return -1;
-    long long v = PyLong_AsLongLong(o);
+    if (PyErr_Occurred()) return 0;
+    PyObject *n = as_index(o);
+    if (!n) return 0;
+    long long v = PyLong_AsLongLong(n);
+    Py_DecRef(n);
     return v < 0 ? INT64_MIN : v;
 }
 
@@ -42,6 +64,8 @@ static uint64_t duration(PyObject *o) {
 }
 
 static PyObject *result(int64_t rc) { return PyErr_Occurred() ? NULL : PyLong_FromLongLong(rc); }
+
+#define LONG_LIST 32768 /* pages; below, the lists are read and copied in some 10 us with the GIL held */
 
 #define BAD_OPTION(imm, nic) ((imm) == INT64_MIN ? -EINVAL : (nic) == INT64_MIN || (nic) > INT32_MAX ? -ENODEV : 0)
 
@@ -91,7 +115,12 @@ static PyObject *submit_paged(PyObject *self, PyObject *const *a, Py_ssize_t n) 
         return NULL;
     }
     if (s.len != d.len || s.len / 4 > UINT32_MAX) rc = -EINVAL;
-    else
+    else if (s.len / 4 > LONG_LIST) { /* reading it takes a while: let other threads run */
+        PyThreadState *gil = PyEval_SaveThread();
+        rc = fab_submit_paged(e, local, s.buf, sstride, soff, remote, d.buf, dstride, doff, (uint32_t)(s.len / 4), page,
+                              imm, (int32_t)nic, timeout, flag);
+        PyEval_RestoreThread(gil);
+    } else
         rc = fab_submit_paged(e, local, s.buf, sstride, soff, remote, d.buf, dstride, doff, (uint32_t)(s.len / 4), page,
                               imm, (int32_t)nic, timeout, flag);
     PyBuffer_Release(&s);

@@ -12,7 +12,8 @@ fab_engine *fab_engine_new(const fab_engine_cfg *cfg) {
     pthread_mutex_init(&e->setup, NULL);
     if (fab_pool_init(&e->locals, sizeof(fab_local), 1u << 20) ||
         fab_pool_init(&e->remotes, sizeof(fab_remote), 1u << 20) ||
-        fab_pool_init(&e->expects, sizeof(fab_waiter), 1u << 20) || fab_imm_init(&e->imms, cfg->imm_slots)) {
+        fab_pool_init(&e->expects, sizeof(fab_waiter), 1u << 20) ||
+        fab_pool_init(&e->watchpool, sizeof(fab_watch), 1u << 20) || fab_imm_init(&e->imms, cfg->imm_slots)) {
         free(e);
         return NULL;
     }
@@ -46,6 +47,7 @@ int fab_group_open(fab_engine *e, uint32_t nnics, const uint64_t *ops, const uin
     fab_list_init(&g->active);
     fab_list_init(&g->watching);
     fab_list_init(&g->unposted);
+    fab_list_init(&g->recvs);
     g->shy = thread == 2;
     memcpy(g->cpus, cpus, sizeof g->cpus);
     int rc = 0;
@@ -149,6 +151,8 @@ int fab_engine_close(fab_engine *e, uint64_t timeout_ns) {
     for (uint32_t i = 0; i < e->ngroups; i++) {
         fab_group *g = e->groups[i];
         lock_group(g); /* kept: nobody steps a closed group */
+        while (fab_ring_ready(&g->ring)) fab_step(g, fab_now());
+        cancel_all(g, fab_now());
         pthread_mutex_lock(&e->setup);
         for (uint32_t k = 0; k < g->nnics; k++) {
             g->nics[k].down = g->nics[k].closed = 1;
@@ -164,13 +168,7 @@ int fab_engine_close(fab_engine *e, uint64_t timeout_ns) {
         }
         if (g->index == 0) fab_expect_reap(g);
     }
-    while (atomic_load_explicit(&e->watches, memory_order_acquire) &&
-           atomic_load_explicit(&e->watcher_on, memory_order_acquire)) {
-        for (fab_watch *w = atomic_load_explicit(&e->watches, memory_order_acquire); w; w = w->next)
-            atomic_store_explicit(&w->closed, 1, memory_order_release);
-        atomic_store_explicit(&e->watcher_on, 0, memory_order_release);
-        pthread_join(e->watcher, NULL);
-    }
+    fab_watch_stop(e);
     return clean ? 0 : -ETIMEDOUT;
 }
 
@@ -185,10 +183,10 @@ void fab_engine_free(fab_engine *e) {
             for (uint32_t a = 0; a < peer->naddrs; a++) free(peer->addrs[a]);
             free(peer);
         }
-        while (g->recvs) {
-            fab_recv *next = g->recvs->chain;
-            free(g->recvs);
-            g->recvs = next;
+        while (!fab_list_empty(&g->recvs)) {
+            fab_recv *r = FAB_CONTAINER(g->recvs.next, fab_recv, all);
+            fab_list_remove(&r->all);
+            free(r);
         }
         close(g->efd);
         free(g->peers);
@@ -201,14 +199,11 @@ void fab_engine_free(fab_engine *e) {
         fab_waiter *x = fab_pool_at(&e->expects, i);
         if (fab_slot_gen(&x->slot) & 1u) free(x->peers);
     }
-    for (fab_watch *w = atomic_load_explicit(&e->watches, memory_order_acquire), *next; w; w = next) {
-        next = w->next;
-        free(w);
-    }
     fab_imm_fini(&e->imms);
     fab_pool_fini(&e->locals);
     fab_pool_fini(&e->remotes);
     fab_pool_fini(&e->expects);
+    fab_pool_fini(&e->watchpool);
     pthread_mutex_destroy(&e->setup);
     free(e);
 }

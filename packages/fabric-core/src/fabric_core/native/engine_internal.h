@@ -170,7 +170,7 @@ typedef struct fab_recv {
     uint32_t pool, cap;
     uint64_t len;
     _Atomic uint32_t closed;
-    struct fab_recv *chain; /* all buffers of the group */
+    fab_link all; /* among all buffers of the group [engine->setup] */
     FAB_ALIGNED char data[];
 } fab_recv;
 
@@ -209,7 +209,7 @@ struct fab_group {
     uint32_t outstanding;
     _Atomic uint32_t npeers;
     _Atomic(fab_peer *) *peers; /* max_peers pointers */
-    fab_recv *recvs; /* every buffer, to free them [engine->setup] */
+    fab_link recvs; /* every buffer that lives [engine->setup] */
     int efd;
     pthread_t thread;
     uint8_t has_thread;
@@ -221,14 +221,15 @@ struct fab_group {
 };
 
 typedef struct fab_watch {
-    struct fab_watch *next;
+    fab_slot slot;
+    struct fab_watch *next; /* [watcher thread, and engine->setup] */
     fab_event_node event;
     _Atomic uint64_t *word;
     uint64_t published; /* last value that went into an event [watcher thread] */
     _Atomic uint64_t taken; /* last value that the callback thread took */
     _Atomic uint64_t latest;
     _Atomic uint32_t queued, closed;
-    uint32_t id;
+    int64_t id;
     fab_watch_fn fn; /* native callback, else an event */
     void *fn_arg;
     _Atomic uint64_t own; /* the word itself when nobody gave one */
@@ -240,7 +241,7 @@ struct fab_engine {
     uint32_t ngroups;
     fab_group *groups[FAB_MAX_GROUPS];
     pthread_mutex_t setup; /* opening, registering, first use of a peer: never on the hot path */
-    fab_pool locals, remotes, expects;
+    fab_pool locals, remotes, expects, watchpool;
     fab_imm_table imms;
     _Atomic(fab_waiter *) ended;
     FAB_ALIGNED _Atomic uint32_t inflight;
@@ -254,7 +255,7 @@ struct fab_engine {
     _Atomic(fab_watch *) watches;
     pthread_t watcher;
     _Atomic uint32_t watcher_on;
-    _Atomic uint32_t nwatches;
+    _Atomic uint32_t nwatches, watch_closed;
 };
 
 /* handles: generation << 32 | group << 24 | index (transfers); generation << 32 | index (the rest) */
@@ -299,6 +300,9 @@ void fab_expect_begin(fab_group *g, uint64_t handle, uint64_t now);
 void fab_flag_hold(uint64_t flag);
 void fab_flag_let_go(uint64_t flag);
 void fab_flag_bump(uint64_t flag, bool well);
+
+/* watch.c */
+void fab_watch_stop(fab_engine *e);
 
 /* timer.c */
 void fab_timers_init(fab_group *g, uint64_t now);

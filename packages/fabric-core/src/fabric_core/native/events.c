@@ -70,7 +70,7 @@ static bool translate(fab_engine *e, fab_event_node *node, fab_event *out) {
         fab_watch *w = FAB_CONTAINER(node, fab_watch, event);
         /* queued is cleared before `latest` is read: a change after the read queues the node again */
         atomic_store_explicit(&w->queued, 0, memory_order_seq_cst);
-        out->id = w->id;
+        out->id = (uint64_t)w->id;
         out->a = atomic_load_explicit(&w->taken, memory_order_relaxed);
         out->b = atomic_load_explicit(&w->latest, memory_order_seq_cst);
         atomic_store_explicit(&w->taken, out->b, memory_order_relaxed);

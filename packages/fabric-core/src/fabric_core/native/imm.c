@@ -34,6 +34,7 @@ void fab_imm_fini(fab_imm_table *table) { free(table->slots); }
 /* ---- the owner's side --------------------------------------------------------------------------- */
 
 int64_t fab_imm_alloc(fab_engine *e) {
+    if (!e) return -ESHUTDOWN;
     fab_imm_table *table = &e->imms;
     fab_spin_lock(&table->lock);
     uint32_t i = table->free_first;
@@ -219,7 +220,7 @@ void fab_expect_peer_lost(fab_group *g, fab_peer *peer) {
 
 int64_t fab_expect(fab_engine *e, uint32_t imm, uint64_t count, uint64_t timeout_ns, const uint32_t *peers,
                    uint32_t npeers) {
-    if (atomic_load_explicit(&e->closed, memory_order_acquire)) return -ESHUTDOWN;
+    if (!e || atomic_load_explicit(&e->closed, memory_order_acquire)) return -ESHUTDOWN;
     fab_imm_slot *slot = slot_of(e, imm);
     if (!slot || count > UNITS_MASK / FAB_IMM_UNIT / 2) return -EINVAL;
     fab_group *g = e->groups[0];

@@ -1,7 +1,10 @@
 /* Registered memory of ours (locals) and of peers (remotes, from descriptors). Set-up, never on the hot path. */
 #include "engine_internal.h"
 
+#include <sys/mman.h>
+
 int64_t fab_mem_reg(fab_engine *e, uint32_t group, const fab_mr *mr, fab_mr_keys *keys) {
+    if (!e) return -ESHUTDOWN;
     if (group >= e->ngroups || mr->addr + mr->len < mr->addr) return -EINVAL;
     if (atomic_load_explicit(&e->closed, memory_order_acquire)) return -ESHUTDOWN;
     fab_group *g = e->groups[group];
@@ -33,6 +36,19 @@ int64_t fab_mem_reg(fab_engine *e, uint32_t group, const fab_mr *mr, fab_mr_keys
     return (int64_t)FAB_HANDLE(fab_slot_gen(&local->slot), 0, local->slot.index);
 }
 
+/* A range that somebody gave as numbers: a copy from or to a hole in it would end the process. */
+int fab_range_mapped(uint64_t addr, uint64_t len) {
+    enum { PAGES = 4096 };
+    unsigned char in_core[PAGES];
+    uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), end = addr + len;
+    for (uint64_t at = addr / page * page; at < end; at += page * PAGES) {
+        uint64_t most = (end - at + page - 1) / page;
+        if (mincore((void *)(uintptr_t)at, (most < PAGES ? most : PAGES) * page, in_core))
+            return 0; /* ENOMEM: a hole */
+    }
+    return 1;
+}
+
 static fab_local *local_get(fab_engine *e, uint64_t handle) {
     return fab_pool_get(&e->locals, (uint32_t)handle, (uint32_t)(handle >> 32));
 }
@@ -40,7 +56,7 @@ static fab_local *local_get(fab_engine *e, uint64_t handle) {
 /* New transfers are refused from now on; those in flight are waited for. -EBUSY: they did not end in time, and the
  * memory stays registered (C7: it must not be given back while a NIC reads it). */
 int fab_mem_dereg(fab_engine *e, uint64_t handle, uint64_t timeout_ns) {
-    fab_local *local = local_get(e, handle);
+    fab_local *local = e ? local_get(e, handle) : NULL;
     if (!local) return -EBADF;
     fab_group *g = local->group;
     if (atomic_exchange_explicit(&local->closing, 1, memory_order_seq_cst)) return -EBADF;
@@ -62,6 +78,7 @@ int fab_mem_dereg(fab_engine *e, uint64_t handle, uint64_t timeout_ns) {
 
 int64_t fab_remote_add(fab_engine *e, uint32_t group, uint32_t peer, uint64_t len, uint32_t access, uint32_t nkeys,
                        const uint64_t *keys, const uint64_t *bases) {
+    if (!e) return -ESHUTDOWN;
     if (group >= e->ngroups || !nkeys || nkeys > FAB_MAX_NICS) return -EINVAL;
     fab_peer *p = fab_peer_at(e->groups[group], peer);
     if (!p) return -EINVAL;

@@ -34,6 +34,7 @@ void fab_peer_lose(fab_group *g, fab_peer *peer, int32_t status, int32_t nic, ui
 
 void fab_peer_connect(fab_group *g, fab_peer *peer, uint64_t now) {
     atomic_store_explicit(&peer->state, FAB_PEER_CONNECTING, memory_order_release);
+    bool any = false;
     for (uint32_t i = 0; i < g->nnics; i++) {
         const char *addr = peer->addrs[i % peer->naddrs];
         uint32_t id = 0;
@@ -46,7 +47,9 @@ void fab_peer_connect(fab_group *g, fab_peer *peer, uint64_t now) {
         peer->nic[i].id = id;
         peer->nic[i].open = 1;
         peer->nic[i].up = 0;
+        any = true;
     }
+    if (!any) fab_peer_lose(g, peer, -ENETDOWN, -1, now);
 }
 
 static fab_peer *find(fab_group *g, uint32_t nic, uint32_t id) {
@@ -74,6 +77,7 @@ void fab_peer_down(fab_group *g, uint32_t nic, uint32_t id, int32_t status, uint
 }
 
 int64_t fab_peer_add(fab_engine *e, uint32_t group, uint32_t n, const char *const *addrs) {
+    if (!e) return -ESHUTDOWN;
     if (group >= e->ngroups || !n || n > FAB_MAX_NICS) return -EINVAL;
     fab_group *g = e->groups[group];
     pthread_mutex_lock(&e->setup);
@@ -108,6 +112,7 @@ int64_t fab_peer_add(fab_engine *e, uint32_t group, uint32_t n, const char *cons
 }
 
 int fab_engine_peer_stats(fab_engine *e, uint32_t group, uint32_t index, fab_peer_stats *out) {
+    if (!e) return -ESHUTDOWN;
     if (group >= e->ngroups) return -EINVAL;
     fab_group *g = e->groups[group];
     fab_peer *peer = fab_peer_at(g, index);

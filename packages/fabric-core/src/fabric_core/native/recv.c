@@ -1,12 +1,20 @@
 /* Receive buffers: a rotating pool (paper, section 3). A buffer is posted again when its message has been handled. */
 #include "engine_internal.h"
 
+static void forget(fab_engine *e, fab_recv *gone) {
+    pthread_mutex_lock(&e->setup);
+    fab_list_remove(&gone->all);
+    pthread_mutex_unlock(&e->setup);
+    free(gone);
+}
+
 void fab_recv_post_pending(fab_group *g) {
     fab_nic *nic = &g->nics[0]; /* messages use the first NIC */
     while (!fab_list_empty(&g->unposted)) {
         fab_recv *r = FAB_CONTAINER(g->unposted.next, fab_recv, link);
         if (atomic_load_explicit(&r->closed, memory_order_acquire)) {
             fab_list_remove(&r->link);
+            forget(g->engine, r);
             continue;
         }
         if (nic->down || nic->closed) return;
@@ -32,6 +40,7 @@ void fab_recv_done(fab_group *g, uint64_t id, uint64_t len, int32_t status) {
 }
 
 int fab_recvs_add(fab_engine *e, uint32_t group, uint32_t pool, uint64_t len, uint32_t count) {
+    if (!e) return -ESHUTDOWN;
     if (group >= e->ngroups || !count || len > UINT32_MAX) return -EINVAL;
     if (atomic_load_explicit(&e->closed, memory_order_acquire)) return -ESHUTDOWN;
     fab_group *g = e->groups[group];
@@ -43,8 +52,7 @@ int fab_recvs_add(fab_engine *e, uint32_t group, uint32_t pool, uint64_t len, ui
         r->pool = pool;
         r->cap = (uint32_t)len;
         pthread_mutex_lock(&e->setup);
-        r->chain = g->recvs;
-        g->recvs = r;
+        fab_list_append(&g->recvs, &r->all);
         pthread_mutex_unlock(&e->setup);
         int rc = fab_ring_submit(g, FAB_RQ_RECV, 0, r, 0);
         if (rc) return rc;
@@ -52,22 +60,11 @@ int fab_recvs_add(fab_engine *e, uint32_t group, uint32_t pool, uint64_t len, ui
     return 0;
 }
 
-static void forget(fab_engine *e, fab_group *g, fab_recv *gone) {
-    pthread_mutex_lock(&e->setup);
-    for (fab_recv **at = &g->recvs; *at; at = &(*at)->chain)
-        if (*at == gone) {
-            *at = gone->chain;
-            break;
-        }
-    pthread_mutex_unlock(&e->setup);
-    free(gone);
-}
-
 int fab_recv_return(fab_engine *e, uint32_t group, uint64_t buffer) {
-    if (group >= e->ngroups) return -EINVAL;
+    if (!e || group >= e->ngroups) return -EINVAL;
     fab_recv *r = (fab_recv *)(uintptr_t)buffer;
     if (atomic_load_explicit(&r->closed, memory_order_acquire)) {
-        forget(e, e->groups[group], r);
+        forget(e, r);
         return 0;
     }
     if (atomic_load_explicit(&e->closed, memory_order_acquire)) return -ESHUTDOWN;
@@ -77,10 +74,13 @@ int fab_recv_return(fab_engine *e, uint32_t group, uint64_t buffer) {
 /* The buffers stay posted at the NIC until a message takes each (there is no way to take one back from every NIC), and are
  * then not posted again. Their messages still come out as events. */
 int fab_recvs_close(fab_engine *e, uint32_t group, uint32_t pool) {
-    if (group >= e->ngroups) return -EINVAL;
+    if (!e || group >= e->ngroups) return -EINVAL;
     pthread_mutex_lock(&e->setup);
-    for (fab_recv *r = e->groups[group]->recvs; r; r = r->chain)
+    fab_link *all = &e->groups[group]->recvs;
+    for (fab_link *link = all->next; link != all; link = link->next) {
+        fab_recv *r = FAB_CONTAINER(link, fab_recv, all);
         if (r->pool == pool) atomic_store_explicit(&r->closed, 1, memory_order_release);
+    }
     pthread_mutex_unlock(&e->setup);
     return 0;
 }

@@ -2,6 +2,7 @@
 #include "engine_internal.h"
 
 int fab_engine_stats(fab_engine *e, uint32_t group, fab_stats *out) {
+    if (!e) return -ESHUTDOWN;
     if (group >= e->ngroups) return -EINVAL;
     fab_counters *c = &e->groups[group]->stats;
 #define READ(field) out->field = atomic_load_explicit(&c->field, memory_order_relaxed)

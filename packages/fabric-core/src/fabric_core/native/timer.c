@@ -34,10 +34,19 @@ uint32_t fab_timers_run(fab_group *g, uint64_t now) {
     while (g->tick < target) {
         g->tick++;
         fab_link *head = &g->wheel[g->tick % FAB_WHEEL];
-        for (fab_link *link = head->next, *next; link != head; link = next) {
-            next = link->next;
-            fab_timer *timer = FAB_CONTAINER(link, fab_timer, link);
-            if (timer->deadline > now) continue;
+        if (fab_list_empty(head)) continue;
+        /* Taken off as a whole, then one by one from the front: an expiry may end other transfers, and so take any other
+         * timer out of either list. */
+        fab_link batch = *head;
+        batch.next->prev = batch.prev->next = &batch;
+        fab_list_init(head);
+        while (!fab_list_empty(&batch)) {
+            fab_timer *timer = FAB_CONTAINER(batch.next, fab_timer, link);
+            if (timer->deadline > now) { /* a later turn of the wheel */
+                fab_list_remove(&timer->link);
+                fab_list_append(head, &timer->link);
+                continue;
+            }
             fab_timer_remove(g, timer);
             expire(g, timer, now);
             fired++;

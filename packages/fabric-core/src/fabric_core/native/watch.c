@@ -1,12 +1,16 @@
 /* Watchers: words that somebody bumps (a host thread now, a GPU later); one thread per engine reads them all and only
- * publishes. Several steps may be seen as one: a callback gets a range (paper, section 3). */
+ * publishes. Several steps may be seen as one: a callback gets a range (paper, section 3).
+ *
+ * Nodes live in a pool and are never unmapped. The watcher thread alone takes closed ones off its list, under the set-up
+ * lock; it sleeps when there is nothing to watch, and looks less often the longer nothing changes. */
 #include "engine_internal.h"
 
-#define LOOK_SLEEP_NS 50000ull /* after LOOK_SPIN_NS without a change */
-#define LOOK_SPIN_NS 200000ull
+#define SPIN_NS 200000ull    /* after a change: the next one may be near */
+#define NEAR_NS 20000000ull  /* ... so long: look every LOOK_NS */
+#define LOOK_NS 50000ull
+#define FAR_LOOK_NS 500000ull
 
 static bool look(fab_engine *e, fab_watch *w) {
-    if (atomic_load_explicit(&w->closed, memory_order_acquire)) return false;
     uint64_t value = atomic_load_explicit(w->word, memory_order_acquire);
     if (value == w->published) return false;
     uint64_t old = w->published;
@@ -21,67 +25,102 @@ static bool look(fab_engine *e, fab_watch *w) {
     return true;
 }
 
+/* Closed nodes whose event is not on its way. */
+static void sweep(fab_engine *e) {
+    pthread_mutex_lock(&e->setup);
+    fab_watch *kept = NULL, *next;
+    for (fab_watch *w = atomic_load_explicit(&e->watches, memory_order_relaxed); w; w = next) {
+        next = w->next;
+        if (atomic_load_explicit(&w->closed, memory_order_acquire) &&
+            !atomic_load_explicit(&w->queued, memory_order_acquire)) {
+            fab_pool_free(&e->watchpool, w);
+        } else {
+            if (atomic_load_explicit(&w->closed, memory_order_relaxed)) /* its event is on its way: come again */
+                atomic_store_explicit(&e->watch_closed, 1, memory_order_relaxed);
+            w->next = kept;
+            kept = w;
+        }
+    }
+    atomic_store_explicit(&e->watches, kept, memory_order_release);
+    pthread_mutex_unlock(&e->setup);
+}
+
+static void pause_for(uint64_t ns) {
+    struct timespec t = {0, (long)ns};
+    nanosleep(&t, NULL);
+}
+
 static void *watcher_main(void *arg) {
     fab_engine *e = arg;
     pthread_setname_np(pthread_self(), "fabric-watch");
     uint64_t changed = fab_now();
     while (atomic_load_explicit(&e->watcher_on, memory_order_acquire)) {
+        if (atomic_exchange_explicit(&e->watch_closed, 0, memory_order_acq_rel)) sweep(e);
+        uint32_t open = atomic_load_explicit(&e->nwatches, memory_order_acquire);
+        if (!open) { /* woken by the next watcher, or by close */
+            fab_futex_wait(&e->nwatches, 0, 1000000000ull);
+            changed = fab_now();
+            continue;
+        }
         bool any = false;
         for (fab_watch *w = atomic_load_explicit(&e->watches, memory_order_acquire); w; w = w->next)
-            any = look(e, w) || any;
-        uint64_t now = fab_now();
+            any = (!atomic_load_explicit(&w->closed, memory_order_acquire) && look(e, w)) || any;
+        uint64_t now = fab_now(), quiet = now - changed;
         if (any) changed = now;
-        bool idle = atomic_load_explicit(&e->nwatches, memory_order_acquire) == 0;
-        if (idle || now - changed > LOOK_SPIN_NS) {
-            struct timespec pause = {0, (long)(idle ? 20 * LOOK_SLEEP_NS : LOOK_SLEEP_NS)};
-            nanosleep(&pause, NULL);
-        } else {
-            fab_relax();
-        }
+        else if (quiet < SPIN_NS) fab_relax();
+        else pause_for(quiet < NEAR_NS ? LOOK_NS : FAR_LOOK_NS);
     }
     return NULL;
 }
 
 int64_t fab_watch_add(fab_engine *e, uint64_t word, fab_watch_fn fn, void *arg, uint64_t *word_out) {
+    if (!e) return -ESHUTDOWN;
     if (word % 8) return -EINVAL;
-    fab_watch *w = aligned_alloc(FAB_CACHELINE, (sizeof *w + FAB_CACHELINE - 1) / FAB_CACHELINE * FAB_CACHELINE);
-    if (!w) return -ENOMEM;
-    memset(w, 0, sizeof *w);
-    w->word = word ? (_Atomic uint64_t *)(uintptr_t)word : &w->own;
-    w->fn = fn;
-    w->fn_arg = arg;
-    w->published = atomic_load_explicit(w->word, memory_order_acquire);
-    atomic_store_explicit(&w->taken, w->published, memory_order_relaxed);
-    atomic_store_explicit(&w->latest, w->published, memory_order_relaxed);
-    *word_out = (uint64_t)(uintptr_t)w->word;
     pthread_mutex_lock(&e->setup);
     int rc = atomic_load_explicit(&e->closed, memory_order_acquire) ? -ESHUTDOWN : 0;
-    fab_watch *first = atomic_load_explicit(&e->watches, memory_order_relaxed);
-    w->id = first ? first->id + 1 : 1;
-    w->next = first;
+    fab_watch *w = rc ? NULL : fab_pool_alloc(&e->watchpool);
+    if (!rc && !w) rc = -ENOSPC;
     if (!rc && !atomic_load_explicit(&e->watcher_on, memory_order_relaxed)) {
         atomic_store_explicit(&e->watcher_on, 1, memory_order_release);
         rc = -pthread_create(&e->watcher, NULL, watcher_main, e);
-        if (rc) atomic_store_explicit(&e->watcher_on, 0, memory_order_release);
+        if (rc) {
+            atomic_store_explicit(&e->watcher_on, 0, memory_order_release);
+            fab_pool_free(&e->watchpool, w);
+        }
     }
+    int64_t id = rc;
     if (!rc) {
-        atomic_fetch_add_explicit(&e->nwatches, 1, memory_order_acq_rel);
-        atomic_store_explicit(&e->watches, w, memory_order_release);
+        atomic_store_explicit(&w->own, 0, memory_order_relaxed);
+        atomic_store_explicit(&w->queued, 0, memory_order_relaxed);
+        atomic_store_explicit(&w->closed, 0, memory_order_relaxed);
+        w->word = word ? (_Atomic uint64_t *)(uintptr_t)word : &w->own;
+        w->fn = fn;
+        w->fn_arg = arg;
+        w->published = atomic_load_explicit(w->word, memory_order_acquire);
+        atomic_store_explicit(&w->taken, w->published, memory_order_relaxed);
+        atomic_store_explicit(&w->latest, w->published, memory_order_relaxed);
+        *word_out = (uint64_t)(uintptr_t)w->word;
+        w->next = atomic_load_explicit(&e->watches, memory_order_relaxed);
+        id = w->id = (int64_t)FAB_HANDLE(fab_slot_gen(&w->slot), 0, w->slot.index);
+        atomic_store_explicit(&e->watches, w, memory_order_release); /* the thread sees it whole */
+        if (atomic_fetch_add_explicit(&e->nwatches, 1, memory_order_acq_rel) == 0) fab_futex_wake_all(&e->nwatches);
     }
     pthread_mutex_unlock(&e->setup);
-    if (rc) {
-        free(w);
-        return rc;
-    }
-    return w->id;
+    return id;
 }
 
-/* The node stays in the list until the engine is freed: the watcher thread walks it without a lock. */
-int fab_watch_close(fab_engine *e, uint32_t id) {
-    for (fab_watch *w = atomic_load_explicit(&e->watches, memory_order_acquire); w; w = w->next)
-        if (w->id == id && !atomic_exchange_explicit(&w->closed, 1, memory_order_acq_rel)) {
-            atomic_fetch_sub_explicit(&e->nwatches, 1, memory_order_acq_rel);
-            return 0;
-        }
-    return -EBADF;
+int fab_watch_close(fab_engine *e, uint64_t id) {
+    fab_watch *w = e ? fab_pool_get(&e->watchpool, (uint32_t)id, (uint32_t)(id >> 32)) : NULL;
+    if (!w || atomic_exchange_explicit(&w->closed, 1, memory_order_acq_rel)) return -EBADF;
+    atomic_fetch_sub_explicit(&e->nwatches, 1, memory_order_acq_rel);
+    atomic_store_explicit(&e->watch_closed, 1, memory_order_release);
+    return 0;
+}
+
+/* At close: no callback comes after this, and the thread is gone. */
+void fab_watch_stop(fab_engine *e) {
+    if (!atomic_exchange_explicit(&e->watcher_on, 0, memory_order_acq_rel)) return;
+    atomic_fetch_add_explicit(&e->nwatches, 1, memory_order_acq_rel); /* it cannot fall asleep on a zero any more */
+    fab_futex_wake_all(&e->nwatches);
+    pthread_join(e->watcher, NULL);
 }

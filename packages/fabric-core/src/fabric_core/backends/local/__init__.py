@@ -7,6 +7,7 @@ process_vm_writev, or where that is forbidden, through a shared ring. The work i
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 from fabric_core.domain import API_VERSION, DeviceInfo, GroupConfig, NativeDomain, Unavailable
@@ -32,6 +33,10 @@ class LocalBackend:
         if not hasattr(os, "memfd_create"):
             return [Unavailable("local", "this system has no memfd_create", "use Linux 3.17 or later")]
         return [DeviceInfo("local", "local", caps=("imm",), note="processes of this host, host memory")]
+
+    def known_address(self, domain: str) -> bool:
+        """Whether this is NAME, NAME.NIC or NAME.NIC#INCARNATION."""
+        return re.fullmatch(r"[A-Za-z0-9_-]{1,64}(\.[0-7])?(#[0-9a-f]{1,16})?", domain) is not None
 
     def open_group(self, config: GroupConfig) -> list[NativeDomain | Domain]:
         """Open `config.nics` (default 1) NICs under `config.name`. Raises BackendError with the reason."""

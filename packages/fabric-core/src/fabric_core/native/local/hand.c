@@ -110,10 +110,6 @@ static void on_hello(fl_link *l, const fl_wire *m, int *fds, int nfds) {
     if (r) {
         atomic_fetch_add_explicit(&n->malformed, r == -EPROTO, memory_order_relaxed);
         fl_wire_send(l->fd, &w, NULL, 0);
-    } else {
-        r = fl_wire_send(l->fd, &w, (int[]){n->hdr_fd, n->dom[m->to_nic].efd}, 2);
-    }
-    if (r) {
         fl_shm_put(hdr);
         fl_shm_put(chan);
         fl_link_lost(l, r);
@@ -139,6 +135,9 @@ static void on_hello(fl_link *l, const fl_wire *m, int *fds, int nfds) {
     d->in_new = l;
     pthread_mutex_unlock(&n->mu);
     fl_raise(l, 0);
+    /* Last: from here on the peer writes, and a deregistration must find the link to wait for it (mr.c). */
+    r = fl_wire_send(l->fd, &w, (int[]){n->hdr_fd, d->efd}, 2);
+    if (r) fl_link_lost(l, r);
 }
 
 static void on_map(fl_link *l, const fl_wire *m) {

@@ -98,7 +98,15 @@ static uint32_t take_msgs(fl_link *l, fab_wc *wc, uint32_t cap) {
             if (!has_recv(d) && atomic_load_explicit(&r->state, memory_order_relaxed) != FL_REC_WITHDRAWN)
                 break;   /* waits for a receive */
             if (take_rec(r)) {
+                /* the first posted buffer that is long enough: a short one must not stop what fits into another */
                 fl_recv *b = &d->recvs[d->recv_head & (FL_RECVS - 1)];
+                uint32_t k = d->recv_head;
+                while (k != d->recv_tail && d->recvs[k & (FL_RECVS - 1)].len < len) k++;
+                if (k != d->recv_tail) {
+                    fl_recv fits = d->recvs[k & (FL_RECVS - 1)];
+                    d->recvs[k & (FL_RECVS - 1)] = *b;
+                    *b = fits;
+                }
                 if (len > b->len) {
                     r->status = -EMSGSIZE;
                     wc[n++] = (fab_wc){

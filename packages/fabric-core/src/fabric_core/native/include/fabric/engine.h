@@ -135,7 +135,8 @@ int fab_recvs_close(fab_engine *e, uint32_t group, uint32_t pool);
 /* ---- watchers ---------------------------------------------------------------------------------------- */
 typedef void (*fab_watch_fn)(void *arg, uint64_t old_value, uint64_t new_value);
 int64_t fab_watch_add(fab_engine *e, uint64_t word, fab_watch_fn fn, void *arg, uint64_t *word_out);
-int fab_watch_close(fab_engine *e, uint32_t id);
+int fab_watch_close(fab_engine *e, uint64_t id);
+int fab_range_mapped(uint64_t addr, uint64_t len); /* 1: all of it is mapped here; 0: not */
 
 /* ---- flags: words that operations bump (low half: ended, high half: ended badly). Those made here outlive the operations
  * that name them as address | 1; a plain address is a word of the caller's own. -------------------------------- */

@@ -101,14 +101,17 @@ def plant(defect: str) -> None:
     elif defect == "now and then an end is lost":
 
         def forgetful(self: Any, max: int, now: int) -> Any:
-            kept = []
+            lost = self.__dict__.setdefault("lost", [])
+            kept: list[Any] = []
             for completion in poll(self, max, now):
                 self.ends = self.__dict__.get("ends", 0) + (completion.kind == CompletionKind.OP)
-                if completion.kind != CompletionKind.OP or self.ends % 7:
-                    kept.append(completion)
+                (lost if completion.kind == CompletionKind.OP and self.ends % 7 == 0 else kept).append(completion)
             return kept
 
-        domain.poll = forgetful
+        def found_again(self: Any, id: int) -> None:  # else the engine could only wait for it until it is closed
+            self._done += [completion for completion in self.lost if completion.id == id]
+
+        domain.poll, domain.cancel = forgetful, found_again
     elif defect == "an end comes twice":
 
         def twice(self: Any, max: int, now: int) -> Any:

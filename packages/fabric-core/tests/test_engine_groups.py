@@ -76,7 +76,7 @@ def test_native_callers_get_a_versioned_table_that_works() -> None:
         handle, _ = engine.reg_mr(source)
         _, desc = engine.reg_mr(target)
         imm = engine.alloc_imm()
-        core = engine._core.pointer
+        core = ffi.cast("fab_engine *", engine.native_handle)
         remote = engine._remote(desc, 0).handle
         transfer = table.submit_write(core, handle._handle, 0, remote, 0, 64, imm, -1, 0, 0)
         assert transfer > 0

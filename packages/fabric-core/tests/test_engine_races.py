@@ -91,6 +91,7 @@ def test_c8_a_deadline_that_ends_other_transfers_may_take_their_timers_along() -
         for transfer in (first, *others):
             with pytest.raises((TimeoutError, ConnectionError)):
                 transfer.wait(10)
+    registry.unregister("stuck")
 
 
 def in_threads(count: int, function: Callable[[], object]) -> list[BaseException]:

@@ -195,6 +195,11 @@ class EngineBase:
         """Whether close() was called."""
         return self._closed
 
+    @property
+    def native_handle(self) -> int:
+        """Address of the C engine, for native callers (`fabric_core.native_api`). Valid while this object lives."""
+        return self._core.address
+
     def close(self, timeout: float = 5.0) -> None:
         """End everything: what is in flight ends as cancelled (C1), callbacks are delivered, NICs let go. Idempotent.
 
@@ -240,8 +245,12 @@ class EngineBase:
     def empty(self, nbytes: int) -> SharedMemory:
         """Return zeroed host memory that peers on this host can map: the fastest to write into. See `SharedMemory`."""
         self._check_open()
-        memory = SharedMemory(nbytes)
-        self._shared.add(memory)
+        try:
+            memory = SharedMemory(nbytes)
+        except OSError as error:
+            raise BackendError(f"empty({nbytes}): {error.strerror}; see /dev/shm and memory limits") from None
+        with self._lock:
+            self._shared.add(memory)
         return memory
 
     def reg_mr(self, x: Any, device: str | None = None, *, write: bool = True) -> tuple[MrHandle, MrDesc]:
@@ -263,7 +272,9 @@ class EngineBase:
         if write and isinstance(owner, tuple) and memoryview(owner[0]).readonly:
             raise BadRange(f"this {type(x).__name__} is read-only: register it with write=False, as a source only")
         mr = ffi.new("fab_mr *", {"addr": ptr, "len": nbytes, "access": int(write), "fd": -1, "device_id": -1})
-        for memory in self._shared:
+        with self._lock:
+            shared = list(self._shared)
+        for memory in shared:
             if not memory.closed and memory.ptr <= ptr and ptr + nbytes <= memory.ptr + len(memory):
                 mr.fd, mr.fd_offset = memory.fd, ptr - memory.ptr
                 break

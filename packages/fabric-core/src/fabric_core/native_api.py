@@ -15,7 +15,7 @@ def get_include() -> str:
 def native_api() -> int:
     """Return the address of the engine's `fab_native_table` (fabric/engine.h); check its version and struct_size.
 
-    The first argument of each function is the engine's own address: `engine._core.address`.
+    The first argument of each function is `engine.native_handle`.
     """
     from fabric_core.native_lib import ffi, lib
 

@@ -158,12 +158,18 @@ static void immediates_are_never_lost(void) {
     CHECK(fab_expect_poll(b.engine, (uint64_t)third) == FAB_PENDING);
     CHECK(fab_imm_free(b.engine, (uint32_t)imm) == 1, "ten arrived, nine were claimed");
     CHECK(fab_expect_poll(b.engine, (uint64_t)third) == FAB_CANCELLED);
+    int64_t owner[64]; /* every slot anew: one of them is the old one, in a later generation */
+    for (int i = 0; i < 64; i++) owner[i] = fab_imm_alloc(b.engine);
     int64_t h = fab_submit_write(a.engine, a.local, 0, b.remote, 0, 256, imm, -1, 0, 0);
     run_until(&a, &b, (uint64_t)h);
     for (int i = 0; i < 100; i++) fab_progress(b.engine);
     fab_stats stats;
     fab_engine_stats(b.engine, 0, &stats);
     CHECK(stats.imm_stray == 1);
+    for (int i = 0; i < 64; i++) {
+        CHECK(fab_imm_count(b.engine, (uint32_t)owner[i]) == 0, "credited to a new owner");
+        CHECK(fab_imm_free(b.engine, (uint32_t)owner[i]) == 0);
+    }
     for (int i = 0; i < 64 * 3; i++) { /* every slot anew, in a later generation: the late one met none of them */
         int64_t next = fab_imm_alloc(b.engine);
         CHECK(next >= 0 && next != imm && fab_imm_count(b.engine, (uint32_t)next) == 0);

@@ -23,8 +23,9 @@ _TOUR: tuple[tuple[str, tuple[int, ...], int], ...] = (
     ("imm", (64,), 1),
     ("submit", (64,), 1),
     ("sendrecv", (64, 4096), 1),
-    ("write", (4096, 65536, 1 << 20, 16 << 20), 1),
-    ("paged", (64 * 4096, 64 * 65536), 64),
+    ("write", (4096, 65536, 1 << 20, 16 << 20, 64 << 20), 1),
+    ("paged", (4096 * 1024,), 4096),
+    ("paged", (1024 * 32768,), 1024),
 )
 
 #: First and last size of a sweep where -b and -e are not given.

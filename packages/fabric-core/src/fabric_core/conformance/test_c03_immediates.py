@@ -102,19 +102,20 @@ def test_immediates_use_29_bits(engine: TransferEngine) -> None:
     assert all(0 <= imm < 1 << 29 for imm in imms)
 
 
-def test_a_late_immediate_is_a_stray_and_not_the_new_owners(pair: Pair) -> None:
-    """C4: free and alloc make a new generation; the old number is counted apart, whoever owns the slot."""
-    target = Memory(pair.b, 64)
-    before = strays(pair.b)
-    old = pair.b.alloc_imm()
-    assert pair.b.free_imm(old) == 0
-    owners = [pair.b.alloc_imm() for _ in range(256)]
+def test_a_late_immediate_is_a_stray_and_not_the_new_owners(engines: Engines) -> None:
+    """C4: free and alloc make a new generation; the old number is counted apart while another owns the same slot."""
+    sender, receiver = engines.open(), engines.open(imm_slots=256)
+    target = Memory(receiver, 64)
+    before = strays(receiver)
+    old = receiver.alloc_imm()
+    assert receiver.free_imm(old) == 0
+    owners = [receiver.alloc_imm() for _ in range(256)]  # all slots, so the old one too
     assert old not in owners
-    raise_imm(pair.a, target, old, 3)
-    eventually(lambda: strays(pair.b) == before + 3, "three strays are counted")
-    assert [pair.b.imm_count(imm) for imm in owners] == [0] * 8
-    raise_imm(pair.a, target, owners[0])
-    finish([pair.b.expect_imm_count(owners[0], 1)])
+    raise_imm(sender, target, old, 3)
+    eventually(lambda: strays(receiver) == before + 3, "three strays are counted")
+    assert [receiver.imm_count(imm) for imm in owners] == [0] * 256
+    raise_imm(sender, target, owners[-1])
+    finish([receiver.expect_imm_count(owners[-1], 1)])
 
 
 def test_an_immediate_that_nobody_allocated_is_a_stray(pair: Pair, engines: Engines) -> None:

@@ -78,8 +78,13 @@ def test_the_two_sides_may_have_different_numbers_of_nics(engines: Engines, kit:
 
 
 def test_a_write_can_be_pinned_to_each_nic(wide: Pair, nics: int) -> None:
-    """C4, C5: with nic=k the write leaves by one NIC; it arrives whole and counts once."""
+    """C4, C5: with nic=k the write leaves by that NIC alone; it arrives whole and counts once."""
     length = 50_001
+
+    def bytes_by_nic() -> list[int]:
+        peers = wide.a.stats()["peers"]
+        return [nic["bytes"] for nic in peers[str(wide.b.address)]["nics"]] if peers else [0] * nics
+
     source, target = Memory(wide.a, length * nics, pattern(6, length * nics)), Memory(wide.b, length * nics)
     imm = wide.b.alloc_imm()
     arrived = wide.b.expect_imm_count(imm, nics)
@@ -90,6 +95,10 @@ def test_a_write_can_be_pinned_to_each_nic(wide: Pair, nics: int) -> None:
     finish([arrived])
     assert target.get() == source.get()
     assert wide.b.free_imm(imm) == 0
+    for k in range(nics):
+        before = bytes_by_nic()
+        finish([wide.a.submit_single_write(length, None, (source.handle, 0), (target.desc, 0), nic=k)])
+        assert bytes_by_nic() == [n + length * (nic == k) for nic, n in enumerate(before)]
 
 
 def test_a_long_write_counts_once_however_many_pieces_it_needs(wide: Pair) -> None:

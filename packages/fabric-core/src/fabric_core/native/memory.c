@@ -11,7 +11,7 @@ int64_t fab_mem_reg(fab_engine *e, uint32_t group, const fab_mr *mr, fab_mr_keys
     fab_local *local = fab_pool_alloc(&e->locals);
     if (!local) return -ENOSPC;
     atomic_store_explicit(&local->closing, 0,
-                          memory_order_relaxed); /* `users` is never reset: see settle in submit.c */
+                          memory_order_relaxed); /* `users` is never reset: see launch in submit.c */
     local->base = mr->addr;
     local->len = mr->len;
     local->access = mr->access;

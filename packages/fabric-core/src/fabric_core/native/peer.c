@@ -35,6 +35,7 @@ void fab_peer_lose(fab_group *g, fab_peer *peer, int32_t status, int32_t nic, ui
 void fab_peer_connect(fab_group *g, fab_peer *peer, uint64_t now) {
     atomic_store_explicit(&peer->state, FAB_PEER_CONNECTING, memory_order_release);
     bool any = false;
+    peer->status = 0;
     for (uint32_t i = 0; i < g->nnics; i++) {
         const char *addr = peer->addrs[i % peer->naddrs];
         uint32_t id = 0;

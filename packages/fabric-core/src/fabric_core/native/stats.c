@@ -47,6 +47,12 @@ static const fab_native_table table = {
     .expect_release = fab_expect_release,
     .watch_add = fab_watch_add,
     .progress = fab_progress,
+    .transfer_outcome = fab_transfer_outcome,
+    .expect_outcome = fab_expect_outcome,
+    .expect_cancel = fab_expect_cancel,
+    .imm_alloc = fab_imm_alloc,
+    .imm_free = fab_imm_free,
+    .watch_close = fab_watch_close,
 };
 
 const fab_native_table *fab_native_api(void) { return &table; }

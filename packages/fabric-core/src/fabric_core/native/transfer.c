@@ -38,21 +38,21 @@ static void finish(fab_group *g, fab_transfer *t, uint64_t now) {
         FAB_COUNT(g->stats.failed, 1);
     }
     atomic_fetch_sub_explicit(&e->inflight, 1, memory_order_relaxed);
-    if (t->flag) fab_flag_bump(t->flag, phase == FAB_DONE);
+    uint64_t flag = t->flag; /* bumped last: who sees it finds the transfer ended */
     uint32_t old = atomic_fetch_or_explicit(&t->state, phase, memory_order_acq_rel);
     if (old & FAB_NOTIFY) fab_event_push(e, &t->event, FAB_EV_TRANSFER);
     if (old & FAB_WAITED) fab_futex_wake_all(&t->state);
     if (old & FAB_RELEASED) fab_transfer_free(t);
+    if (flag) fab_flag_bump(flag, phase == FAB_DONE);
 }
 
-static void drop_works(fab_group *g, fab_transfer *t) {
+static void drop_works(fab_transfer *t) {
     for (uint32_t i = 0; i < t->nworks; i++) {
         fab_work *w = &t->works[i];
         if (!fab_linked(&w->link)) continue;
         fab_list_remove(&w->link);
         if (fab_list_empty(&w->peer->queue) && fab_linked(&w->peer->active)) fab_list_remove(&w->peer->active);
     }
-    (void)g;
     t->works_left = 0;
     t->final_pending = 0;
 }
@@ -118,7 +118,7 @@ void fab_transfer_fail(fab_group *g, fab_transfer *t, int32_t err, uint32_t peer
                 t->err_peer = t->works[i].peer->index;
                 break;
             }
-    drop_works(g, t);
+    drop_works(t);
     if (t->outstanding && !t->cancelling) {
         t->cancelling = 1;
         uint64_t handle = fab_transfer_handle(t);

@@ -6,8 +6,11 @@ process_vm_writev, or where that is forbidden, through a shared ring. The work i
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import re
+import socket
 from typing import TYPE_CHECKING, Any
 
 from fabric_core.domain import API_VERSION, DeviceInfo, GroupConfig, NativeDomain, Unavailable
@@ -20,6 +23,8 @@ __all__ = ["LocalBackend", "backend"]
 
 _PATHS = ("auto", "map", "cma", "bounce")
 _ERR_MAX = 512
+_SWEEP = 16
+_RANDOM_NAME = re.compile(r"e(\d+)-[0-9a-f]{8}(-g\d+)?\.sock")
 
 
 class LocalBackend:
@@ -44,6 +49,7 @@ class LocalBackend:
 
         settings: Any = config.settings
         nics = config.nics or 1
+        _sweep(settings.local_dir)
         held = [ffi.new("char[]", os.fsencode(settings.local_dir)), ffi.new("char[]", config.name.encode())]
         cfg = ffi.new(
             "fab_local_cfg *",
@@ -63,6 +69,23 @@ class LocalBackend:
             raise BackendError(f"local backend {config.name!r}: {text(err)}")
         ops = int(ffi.cast("uintptr_t", lib.fab_local_ops()))
         return [NativeDomain(ops, int(ffi.cast("uintptr_t", lib.fab_local_domain(node[0], i)))) for i in range(nics)]
+
+
+def _sweep(directory: str) -> None:
+    """Remove a few sockets whose owners were killed: only those with a random name, where nobody answers."""
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        dead = (
+            e.path for e in entries if (m := _RANDOM_NAME.fullmatch(e.name)) and not os.path.exists(f"/proc/{m[1]}")
+        )
+        for path in itertools.islice(dead, _SWEEP):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+                probe.setblocking(False)
+                try:
+                    probe.connect(path)
+                except ConnectionRefusedError:
+                    os.unlink(path)
+                except OSError:
+                    pass
 
 
 backend = LocalBackend()

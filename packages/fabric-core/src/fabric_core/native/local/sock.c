@@ -26,7 +26,7 @@ int fl_check_dir(const char *dir, char *err, size_t cap) {
     }
     const char *why = !S_ISDIR(st.st_mode)     ? "is not a directory (or is a symbolic link)"
                       : st.st_uid != geteuid() ? "belongs to another user"
-                      : st.st_mode & 077       ? "is open to others; chmod 700 it"
+                      : st.st_mode & 077       ? "is open to others; name a directory of your own (mode 0700)"
                                                : NULL;
     if (why) snprintf(err, cap, "the socket directory %s %s", dir, why);
     return !why ? 0 : S_ISDIR(st.st_mode) ? -EACCES : -ENOTDIR;

@@ -177,7 +177,13 @@ typedef struct fab_native_table {
     int (*expect_release)(fab_engine *, uint64_t);
     int64_t (*watch_add)(fab_engine *, uint64_t, fab_watch_fn, void *, uint64_t *);
     int (*progress)(fab_engine *);
-} fab_native_table;
+    int (*transfer_outcome)(fab_engine *, uint64_t, fab_outcome *);
+    int (*expect_outcome)(fab_engine *, uint64_t, fab_outcome *);
+    int (*expect_cancel)(fab_engine *, uint64_t);
+    int64_t (*imm_alloc)(fab_engine *);
+    int64_t (*imm_free)(fab_engine *, uint32_t);
+    int (*watch_close)(fab_engine *, uint64_t);
+} fab_native_table; /* version 1: fields are only appended; the structs above belong to the version */
 const fab_native_table *fab_native_api(void);
 /* cdef-end */
 

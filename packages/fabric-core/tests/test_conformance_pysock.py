@@ -80,14 +80,13 @@ def plant(defect: str) -> None:
             region = self._regions.get(frame.key)
             if region is None or not frame.payload:
                 return write(self, frame)  # type: ignore[no-any-return]
-            self.__dict__.setdefault("late", []).append(frame)
+            self.__dict__.setdefault("late", []).append((self._now + 20_000_000, frame))
             return 0
 
         def later(self: Any, max: int, now: int) -> Any:
-            due, self.late = self.__dict__.get("late", []), []
             done = poll(self, max, now)
-            for frame in due:
-                write(self, frame)
+            while self.__dict__.get("late") and self.late[0][0] < now:
+                write(self, self.late.pop(0)[1])
             return done
 
         domain._write, domain.poll = late, later

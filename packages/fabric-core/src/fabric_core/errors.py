@@ -282,6 +282,8 @@ _CLASS: dict[str, type[TransferError]] = {
 def code_name(status: int) -> str:
     """Return the errno name of a status (its sign does not matter): -104 -> "ECONNRESET"; "E9999" if unknown."""
     number = abs(status)
+    if number == errno.EOPNOTSUPP:  # on Linux ENOTSUP has the same number, and errorcode knows only one of the two
+        return "EOPNOTSUPP"
     return errno.errorcode.get(number, f"E{number}")
 
 

@@ -12,10 +12,11 @@
 #include "ring.h"
 
 #define FAB_MAX_GROUPS 16u
-#define FAB_BATCH 64u          /* work requests handed to a NIC, completions taken from it, per call */
+#define FAB_BATCH 256u          /* work requests handed to a NIC, completions taken from it, per call */
 #define FAB_WHEEL 256u         /* slots of the timer wheel */
 #define FAB_TICK_NS 4000000ull /* ... each this long */
 #define FAB_CANCEL_GRACE_NS 1000000000ull
+#define FAB_POLLER_NEAR_NS 1000000ull /* a poller that looked so recently will look again */
 #define FAB_RING_SLOTS 4096u
 #define FAB_HIST 48u /* power-of-two buckets of nanoseconds */
 
@@ -193,6 +194,7 @@ struct fab_group {
     _Atomic uint32_t armed;
     _Atomic uint32_t idle; /* sleeping without a tick: whoever adds a deadline kicks */
     _Atomic uint64_t last_help; /* when a poller last looked */
+    _Atomic uint32_t turned_away; /* pollers that found the lock taken */
     _Atomic uint32_t stop;
     FAB_ALIGNED fab_ring ring;
     struct fab_engine *engine;

@@ -68,7 +68,9 @@ int fab_recv_return(fab_engine *e, uint32_t group, uint64_t buffer) {
         return 0;
     }
     if (atomic_load_explicit(&e->closed, memory_order_acquire)) return -ESHUTDOWN;
-    return fab_ring_submit(e->groups[group], FAB_RQ_RECV, 0, r, 0);
+    int rc = fab_ring_submit(e->groups[group], FAB_RQ_RECV, 0, r, 0);
+    fab_group_kick(e->groups[group]); /* a message may have waited for this buffer, and nothing else wakes the worker */
+    return rc;
 }
 
 /* The buffers stay posted at the NIC until a message takes each (there is no way to take one back from every NIC), and are

@@ -88,7 +88,7 @@ static void fill(fab_work *w, const ends *at, uint8_t kind, uint64_t loff, uint6
 /* Puts it into the ring, and posts it at once if nobody else steps and the work is short enough for this thread. */
 static int64_t launch(fab_engine *e, fab_transfer *t, uint64_t local) {
     fab_group *g = t->group;
-    uint64_t handle = fab_transfer_handle(t), bytes = t->bytes;
+    uint64_t handle = fab_transfer_handle(t), bytes = t->bytes, now = t->submitted_ns;
     /* The memory was counted as used after it was looked up; fab_mem_dereg marks it closing and then reads the count.
      * Looked up once more here, so one of the two sees the other. */
     fab_local *source = t->works[0].local;
@@ -110,7 +110,10 @@ static int64_t launch(fab_engine *e, fab_transfer *t, uint64_t local) {
         fab_group_unlock(g);
         if (!more) return (int64_t)handle;
     }
-    fab_group_kick(g);
+    /* On few cores, waking the worker beside a thread that polls only takes the core from one of the two, and often from
+     * this very call; the poller's next look does the work, and the worker looks within a millisecond (worker.c). */
+    if (!e->cfg.hand_over || now - atomic_load_explicit(&g->last_help, memory_order_relaxed) > FAB_POLLER_NEAR_NS)
+        fab_group_kick(g);
     return (int64_t)handle;
 }
 

@@ -10,7 +10,9 @@
 
 #define TICK_NS 10000000ull /* the longest sleep while there are deadlines, or a poller that may stop looking */
 #define IDLE_NS 200000000ull /* ... and while there is nothing at all */
+#define HELP_NS 100000ull          /* the longest that a poller is kept at work in one call */
 #define POLLER_GONE_NS 10000000ull /* a poller that has not looked for so long is gone */
+#define HANDED_OVER_NS 1000000ull  /* ... the work is left to (few cores): look soon whether it does it */
 
 /* ---- the loop body ------------------------------------------------------------------------------ */
 
@@ -169,7 +171,10 @@ uint32_t fab_group_help(fab_group *g, bool polling) {
         fab_group_kick(g);
         return 0;
     }
-    if (!fab_group_try(g)) return 0;
+    if (!fab_group_try(g)) {
+        if (polling) FAB_COUNT(g->turned_away, 1);
+        return 0;
+    }
     uint64_t now = fab_now();
     if (polling) {
         atomic_store_explicit(&g->last_help, now, memory_order_relaxed);
@@ -181,6 +186,9 @@ uint32_t fab_group_help(fab_group *g, bool polling) {
     }
     FAB_COUNT(g->stats.helps, 1);
     uint32_t did = fab_step(g, now);
+    /* More to post: go on for a while, which is cheaper than being called again. Not for long: the GIL may be held. */
+    while (did && !fab_list_empty(&g->active) && fab_now() - now < HELP_NS)
+        if (!fab_step(g, fab_now())) break;
     fab_group_unlock(g);
     return did;
 }
@@ -203,9 +211,9 @@ static void drain(int fd) {
     (void)rc; /* EAGAIN: nobody kicked */
 }
 
-static void sleep_until_something(fab_group *g) {
+static void sleep_until_something(fab_group *g, bool handed_over) {
     uint64_t now = fab_now();
-    bool poller = now - atomic_load_explicit(&g->last_help, memory_order_relaxed) < POLLER_GONE_NS;
+    bool poller = handed_over || now - atomic_load_explicit(&g->last_help, memory_order_relaxed) < POLLER_GONE_NS;
     if (!poller && !fab_group_arm(g)) return;
     /* announce, then look once more: a submitter pushes, and then reads `sleeping` */
     atomic_store_explicit(&g->sleeping, 1, memory_order_seq_cst);
@@ -222,7 +230,9 @@ static void sleep_until_something(fab_group *g) {
         atomic_store_explicit(&g->idle, !poller, memory_order_seq_cst);
         bool idle = !poller && !atomic_load_explicit(&g->ntimers, memory_order_seq_cst);
         if (!idle) atomic_store_explicit(&g->idle, 0, memory_order_relaxed);
-        struct timespec tick = {0, (long)(idle ? IDLE_NS : TICK_NS)};
+        struct timespec tick = {0, (long)(poller && g->engine->cfg.hand_over ? HANDED_OVER_NS
+                                          : idle                             ? IDLE_NS
+                                                                             : TICK_NS)};
         FAB_COUNT(g->stats.sleeps, 1);
         ppoll(fds, n, &tick, NULL);
         if (fds[0].revents) drain(g->efd);
@@ -258,9 +268,18 @@ void *fab_worker_main(void *arg) {
     fab_futex_wake_all(&g->ready);
     if (rc) return NULL;
     uint64_t idle_since = fab_now();
+    uint32_t turned_away = 0;
     while (!atomic_load_explicit(&g->stop, memory_order_acquire)) {
         uint64_t now = fab_now();
         uint32_t did = 0;
+        /* Somebody polls and found the lock taken. On few cores its thread and ours are one too many: it is at work anyhow,
+         * so it does the rest. */
+        uint32_t turned = atomic_load_explicit(&g->turned_away, memory_order_relaxed);
+        if (e->cfg.hand_over && turned != turned_away) {
+            sleep_until_something(g, true);
+            turned_away = atomic_load_explicit(&g->turned_away, memory_order_relaxed);
+            idle_since = now;
+        }
         if (fab_group_try(g)) {
             FAB_COUNT(g->stats.steps, 1);
             did = fab_step(g, now);
@@ -274,7 +293,7 @@ void *fab_worker_main(void *arg) {
             fab_relax();
             continue;
         }
-        sleep_until_something(g);
+        sleep_until_something(g, false);
         idle_since = fab_now();
     }
     return NULL;

@@ -34,6 +34,7 @@ typedef struct fab_engine_cfg {
     uint32_t max_inflight;
     uint32_t max_peers;
     uint32_t busy;          /* 1: workers never sleep */
+    uint32_t hand_over;     /* 1: few cores: a worker leaves the work to a thread that polls */
     uint64_t spin_ns;       /* how long an idle worker or waiter spins before it sleeps */
     uint64_t timeout_ns;    /* of transfers and expectations that name none */
     uint64_t inline_bytes;  /* a submit up to this size is posted by the submitting thread */

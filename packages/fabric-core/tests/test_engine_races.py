@@ -28,6 +28,8 @@ from fabric_core.domain import Completion, CompletionKind, Domain, DomainCaps, M
 class Stuck(Domain):
     """Takes one request, never ends it, and is full from then on; a closed link lets go."""
 
+    cancelled = threading.Event()
+
     def __init__(self) -> None:
         self.taken: list[int] = []
         self.out: list[Completion] = []
@@ -64,7 +66,8 @@ class Stuck(Domain):
         found, self.out = self.out[:max], self.out[max:]
         return found
 
-    def cancel(self, id: int) -> None: ...
+    def cancel(self, id: int) -> None:
+        self.cancelled.set()
 
     def close(self) -> None: ...
 
@@ -85,6 +88,9 @@ def test_c8_a_deadline_that_ends_other_transfers_may_take_their_timers_along() -
     with TransferEngine.open(backend="stuck") as engine:
         handle, desc = engine.reg_mr(bytearray(64))
         first = engine.submit_single_write(8, None, (handle, 0), (desc, 0), timeout=0.1)
+        assert Stuck.cancelled.wait(
+            10
+        )  # a second later its link is cut, in the midst of these deadlines:
         others = [
             engine.submit_single_write(8, None, (handle, 0), (desc, 0), timeout=0.9 + i * 0.0005) for i in range(1500)
         ]

@@ -88,9 +88,7 @@ def test_c8_a_deadline_that_ends_other_transfers_may_take_their_timers_along() -
     with TransferEngine.open(backend="stuck") as engine:
         handle, desc = engine.reg_mr(bytearray(64))
         first = engine.submit_single_write(8, None, (handle, 0), (desc, 0), timeout=0.1)
-        assert Stuck.cancelled.wait(
-            10
-        )  # a second later its link is cut, in the midst of these deadlines:
+        assert Stuck.cancelled.wait(10)  # a second later its link is cut, in the midst of these deadlines:
         others = [
             engine.submit_single_write(8, None, (handle, 0), (desc, 0), timeout=0.9 + i * 0.0005) for i in range(1500)
         ]

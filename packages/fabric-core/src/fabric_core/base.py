@@ -117,7 +117,7 @@ class EngineBase:
                 "max_inflight": settings.max_inflight,
                 "max_peers": 65536,
                 "busy": int(busy),
-                "hand_over": int(cores <= _FEW_CORES),
+                "hand_over": int(cores <= _FEW_CORES and not busy),
                 "spin_ns": spin_us * 1000,
                 "timeout_ns": int(settings.timeout * 1e9),
                 "inline_bytes": 65536,

@@ -282,7 +282,7 @@ static inline uint64_t fab_expect_handle(const fab_waiter *x) {
 #define FAB_COUNT(counter, n) atomic_fetch_add_explicit(&(counter), (n), memory_order_relaxed)
 
 /* requests in the ring */
-enum { FAB_RQ_TRANSFER = 1, FAB_RQ_CANCEL, FAB_RQ_EXPECT, FAB_RQ_RECV, FAB_RQ_CONNECT };
+enum { FAB_RQ_TRANSFER = 1, FAB_RQ_CANCEL, FAB_RQ_EXPECT, FAB_RQ_RECV };
 
 /* events.c */
 void fab_event_push(fab_engine *e, fab_event_node *node, uint32_t kind);
@@ -333,6 +333,9 @@ void fab_peer_up(fab_group *g, uint32_t nic, uint32_t id);
 void fab_peer_down(fab_group *g, uint32_t nic, uint32_t id, int32_t status, uint64_t now);
 void fab_peer_activate(fab_group *g, fab_peer *peer);
 fab_peer *fab_peer_at(fab_group *g, uint32_t index);
+
+/* stats.c: counts a duration in a histogram of power-of-two buckets */
+void fab_hist_count(_Atomic uint64_t *hist, uint64_t from, uint64_t to);
 
 /* recv.c [lock] */
 void fab_recv_post_pending(fab_group *g);

@@ -29,9 +29,7 @@ static void gather(const fab_peer *peer, uint32_t nic, batch *b) {
 static void hist_posted(fab_group *g, fab_transfer *t, uint64_t now) {
     if (t->posted_ns) return;
     t->posted_ns = now;
-    uint64_t ns = now > t->submitted_ns ? now - t->submitted_ns : 0;
-    uint32_t bucket = ns ? 63u - (uint32_t)__builtin_clzll(ns) : 0;
-    FAB_COUNT(g->stats.submit_to_post[bucket < FAB_HIST ? bucket : FAB_HIST - 1], 1);
+    fab_hist_count(g->stats.submit_to_post, t->submitted_ns, now);
 }
 
 static void account(fab_group *g, fab_peer *peer, uint32_t nic, const batch *b, uint32_t taken, uint64_t now) {

@@ -1,12 +1,6 @@
 /* The life of a transfer: begun, posted, completed; every path to its one end goes through finish() (C1). */
 #include "engine_internal.h"
 
-static void count_hist(_Atomic uint64_t *hist, uint64_t from, uint64_t to) {
-    uint64_t ns = to > from ? to - from : 0;
-    uint32_t bucket = ns ? 63u - (uint32_t)__builtin_clzll(ns) : 0;
-    FAB_COUNT(hist[bucket < FAB_HIST ? bucket : FAB_HIST - 1], 1);
-}
-
 void fab_transfer_free(fab_transfer *t) { fab_pool_free(&t->group->transfers, t); }
 
 void fab_transfer_let_go(fab_transfer *t) {
@@ -31,7 +25,7 @@ static void finish(fab_group *g, fab_transfer *t, uint64_t now) {
     if (phase == FAB_DONE) {
         FAB_COUNT(g->stats.done, 1);
         FAB_COUNT(g->stats.bytes, t->bytes);
-        count_hist(g->stats.post_to_done, t->posted_ns, now);
+        fab_hist_count(g->stats.post_to_done, t->posted_ns, now);
     } else if (phase == FAB_CANCELLED) {
         FAB_COUNT(g->stats.cancelled, 1);
     } else {

@@ -2,7 +2,7 @@
 #
 #   make demo    a KV cache moves between processes, with a real small model
 #   make test    every test: C programs under three sanitizer set-ups, then pytest
-#   make lint    ruff, mypy, clang-format
+#   make lint    ruff, mypy, clang-format, clang-tidy
 #   make help    the rest
 #
 # Variables: PYTHON=python3.12; PYTEST_ARGS='-k name'; BENCH_ARGS='...'; PIP_ARGS='--extra-index-url ...' (on Linux,
@@ -23,11 +23,14 @@ MAKEFLAGS += --no-builtin-rules
 PACKAGES := $(CORE) packages/fabric-ibverbs packages/fabric-efa packages/fabric-kvcache packages/fabric-rlweights packages/fabric-moe
 EDITABLE := $(patsubst %,-e %,$(filter-out packages/fabric-kvcache,$(PACKAGES))) -e 'packages/fabric-kvcache[demo]'
 
-.PHONY: help venv native demo test lint format bench ctest pytest clean distclean
+.PHONY: help venv native demo test lint tidy format bench ctest fuzz pytest test-verbs coverage planted clean distclean
 
 help:
 	@echo 'make demo | test | lint | bench   what the README speaks of'
 	@echo 'make pytest | ctest               the halves of make test'
+	@echo 'make test-verbs                   fabric-ibverbs on software RDMA NICs in a small virtual machine (root, Debian)'
+	@echo 'make tidy | coverage | planted    clang-tidy; line and branch coverage; planted bugs must be found (docs/reliability.md)'
+	@echo 'make fuzz                         libFuzzer on every decoder in C; FUZZ_RUNS=10000000 for a long run'
 	@echo 'make venv | native | format       prepare .venv; rebuild the C engine if it changed; reformat'
 	@echo 'make clean | distclean            remove what was built; and .venv too'
 
@@ -48,8 +51,9 @@ venv: $(INSTALLED)
 # pip compiled it at installation; this notices a later change. The stamp and not the .so is the target, so that an .so
 # of another name (a free-threaded Python) needs no rule of its own.
 NATIVE_FILES := $(shell find $(NATIVE) -name '*.[ch]' -o -name '*.py' 2>/dev/null) $(CORE)/hatch_build.py tools/build_native.py
+BACKEND_FILES := $(shell find $(filter-out $(CORE),$(PACKAGES)) -path '*/build/*' -prune -o \( -path '*/native/*.[chp]*' -o -name hatch_build.py \) -print 2>/dev/null)
 BUILT := $(CORE)/build/native/.in-tree
-$(BUILT): $(NATIVE_FILES) | $(INSTALLED)
+$(BUILT): $(NATIVE_FILES) $(BACKEND_FILES) | $(INSTALLED)
 	$(PY) tools/build_native.py
 	@touch $@
 
@@ -70,18 +74,59 @@ test:
 pytest: $(BUILT)
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-C_STYLED := $(shell find $(PACKAGES) -name '*.[ch]' -not -path '*/build/*' 2>/dev/null)
+# The kit and the tests of fabric-ibverbs, on real queue pairs: see tools/rdma-guest. VERBS_ARGS='-k name' for pytest.
+test-verbs: $(BUILT)
+	$(PY) tools/rdma-guest/build_programs.py
+	tools/rdma-guest/run_in_guest.py --install --nics 4 --timeout 3000 --stats -- tools/rdma-guest/run_tests.sh $(VERBS_ARGS)
+
+C_STYLED := $(shell find $(PACKAGES) -name '*.[ch]' -not -path '*/build/*' -not -name kernels_ptx.h 2>/dev/null)
 PY_STYLED := packages tests tools $(wildcard examples)
 lint: $(BUILT)
 	$(VENV)/bin/ruff check $(PY_STYLED)
 	$(VENV)/bin/ruff format --check $(PY_STYLED)
 	$(VENV)/bin/mypy
 	$(if $(C_STYLED),$(VENV)/bin/clang-format --dry-run -Werror $(C_STYLED))
+	@$(MAKE) --no-print-directory tidy
 
 format: $(INSTALLED)
 	$(VENV)/bin/ruff check --fix-only $(PY_STYLED)
 	$(VENV)/bin/ruff format $(PY_STYLED)
 	$(if $(C_STYLED),$(VENV)/bin/clang-format -i $(C_STYLED))
+
+# --- clang-tidy ------------------------------------------------------------------------------------------------------
+# Version 14 only: others find other things. Each file is looked at again when it or any header changed. gcc's conversion
+# and shadowing warnings come along, which are too strict for tests.
+TIDY ?= $(shell command -v clang-tidy-14 2>/dev/null)
+TIDY_FLAGS = -std=gnu11 -D_GNU_SOURCE -DPy_LIMITED_API=0x030b0000 -I$(NATIVE)/include -I$(NATIVE) \
+  -isystem $(shell $(PY) -c 'import sysconfig; print(sysconfig.get_path("include"))')
+TIDIED := $(patsubst $(NATIVE)/%.c,build/tidy/%.ok,$(shell find $(NATIVE) -name '*.c' 2>/dev/null))
+build/tidy/%.ok: $(NATIVE)/%.c $(shell find $(NATIVE) -name '*.h' 2>/dev/null) .clang-tidy | $(INSTALLED)
+	@mkdir -p $(@D)
+	@echo 'tidy $*'
+	@$(CC) -fsyntax-only -Wall -Wextra -Wshadow -Wconversion -Werror $(TIDY_FLAGS) $<
+	@$(TIDY) --quiet $< -- $(TIDY_FLAGS) 2>/dev/null
+	@touch $@
+
+# The backends' C, where the vendor's headers are: without them it is not compiled either.
+BACKEND_C := $(shell find $(filter-out $(CORE),$(PACKAGES)) -path '*/build/*' -prune -o -path '*/src/*/native/*.c' -print 2>/dev/null)
+BACKEND_H := $(shell find $(PACKAGES) -path '*/build/*' -prune -o -path '*/src/*/native/*.h' -print 2>/dev/null)
+HEADER_fabric-ibverbs := infiniband/verbs.h
+HEADER_fabric-efa := rdma/fabric.h
+HEADERS_HERE := $(foreach package,fabric-ibverbs fabric-efa,$(shell $(CC) -include $(HEADER_$(package)) -E -x c /dev/null >/dev/null 2>&1 && echo $(package)))
+TIDIED_BACKENDS := $(patsubst packages/%.c,build/tidy/%.ok,$(foreach package,$(HEADERS_HERE),$(filter packages/$(package)/%,$(BACKEND_C))))
+build/tidy/%.ok: packages/%.c $(BACKEND_H) .clang-tidy | $(INSTALLED)
+	@mkdir -p $(@D)
+	@echo 'tidy $*'
+	@$(CC) -fsyntax-only -Wall -Wextra -Wshadow -Wconversion -Werror $(TIDY_FLAGS) -I$(<D) $<
+	@$(TIDY) --quiet $< -- $(TIDY_FLAGS) -I$(<D) 2>/dev/null
+	@touch $@
+
+tidy:
+ifeq ($(TIDY),)
+	@echo 'tidy: skipped, there is no clang-tidy-14 (apt-get install clang-tidy-14)'
+else
+	@$(MAKE) --no-print-directory -j2 $(TIDIED) $(TIDIED_BACKENDS)
+endif
 
 # --- C tests ---------------------------------------------------------------------------------------------------------
 # Every tests/c/test_*.c is a program of its own: exit 0 passed, 77 skipped, anything else failed. Each is linked with the
@@ -110,9 +155,13 @@ $(CTEST_DIR)/$(1)/engine.a: $(CTEST_DIR)/sources Makefile
 	  '$(CC) $(CTEST_CFLAGS) $($(1)_FLAGS) -c "@" -o "$$(@D)/objects/$$$$(echo "@" | tr / _).o"'
 	@rm -f $$@ && ar rcs $$@ $$(@D)/objects/*.o
 
-$(CTEST_DIR)/$(1)/%.run: $(CORE)/tests/c/%.c $(CTEST_DIR)/$(1)/engine.a $(wildcard $(CORE)/tests/c/*.h)
+$(CTEST_DIR)/$(1)/libcuda.so.1: $(CORE)/tests/c/fake_cuda.c
+	@mkdir -p $$(@D)
+	@$(CC) $(CTEST_CFLAGS) $($(1)_FLAGS) -fPIC -shared $$< -o $$@
+
+$(CTEST_DIR)/$(1)/%.run: $(CORE)/tests/c/%.c $(CTEST_DIR)/$(1)/engine.a $(CTEST_DIR)/$(1)/libcuda.so.1 $(wildcard $(CORE)/tests/c/*.h)
 	@$(CC) $(CTEST_CFLAGS) $($(1)_FLAGS) $$< $(CTEST_DIR)/$(1)/engine.a -o $$(@:.run=) $(CTEST_LIBS)
-	@status=0; $(CTEST_ENV) timeout $(CTEST_TIMEOUT) $$(@:.run=) > $$(@:.run=.log) 2>&1 || status=$$$$?; \
+	@status=0; $(CTEST_ENV) FABRIC_CUDA_LIBRARY=$(abspath $(CTEST_DIR))/$(1)/libcuda.so.1 timeout $(CTEST_TIMEOUT) $$(@:.run=) > $$(@:.run=.log) 2>&1 || status=$$$$?; \
 	case $$$$status in \
 	0) echo 'ok    $$* ($(1))' ;; \
 	77) echo "skip  $$* ($(1)): $$$$(tail -n 1 $$(@:.run=.log))" ;; \
@@ -129,6 +178,51 @@ ifeq ($(CTESTS),)
 else
 	@echo 'ctest: $(words $(CTESTS)) programs, each in $(words $(CTEST_FLAVOURS)) builds: passed'
 endif
+
+# --- fuzzing -----------------------------------------------------------------------------------------------------------
+# Every tests/c/fuzz_*.c is a libFuzzer target, linked with the whole engine under AddressSanitizer and UBSan. What an
+# earlier run found worth keeping is the start of the next (build/fuzz/NAME.corpus).
+FUZZ_CC ?= $(shell command -v clang-14 clang 2>/dev/null | head -n 1)
+FUZZ_RUNS ?= 20000
+FUZZ_MAX_LEN ?= 1024
+FUZZ_DIR := build/fuzz
+FUZZERS := $(patsubst $(CORE)/tests/c/%.c,%,$(wildcard $(CORE)/tests/c/fuzz_*.c))
+FUZZ_FLAGS := $(CTEST_CFLAGS) -O1 -fno-omit-frame-pointer -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
+
+# SHA-256 decodes nothing, and takes nine tenths of the time when it is instrumented.
+$(FUZZ_DIR)/sha256.o: $(NATIVE)/sha256.c
+	@mkdir -p $(@D)
+	@$(FUZZ_CC) $(CTEST_CFLAGS) -O2 -c $< -o $@
+
+$(FUZZ_DIR)/%.bin: $(CORE)/tests/c/%.c $(CTEST_DIR)/sources $(FUZZ_DIR)/sha256.o $(wildcard $(CORE)/tests/c/*.h)
+	@mkdir -p $(@D)
+	@$(FUZZ_CC) $(FUZZ_FLAGS) $< $$(tr ' ' '\n' < $(CTEST_DIR)/sources | grep -v '/sha256\.c$$') $(FUZZ_DIR)/sha256.o -o $@ $(CTEST_LIBS)
+
+.SECONDARY: $(patsubst %,$(FUZZ_DIR)/%.bin,$(FUZZERS))
+fuzz-run-%: $(FUZZ_DIR)/%.bin
+	@mkdir -p $(FUZZ_DIR)/$*.corpus
+	@status=0; $< -runs=$(FUZZ_RUNS) -max_len=$(FUZZ_MAX_LEN) -timeout=30 -rss_limit_mb=2048 -print_final_stats=1 \
+	  -artifact_prefix=$(FUZZ_DIR)/$*. $(FUZZ_DIR)/$*.corpus > $(FUZZ_DIR)/$*.log 2>&1 || status=$$?; \
+	if [ $$status = 0 ]; then echo "ok    $*: $$(grep -E '^Done [0-9]+ runs' $(FUZZ_DIR)/$*.log)"; \
+	else tail -n 60 $(FUZZ_DIR)/$*.log; echo "FAIL  $*: the input that did it is in $(FUZZ_DIR)"; exit 1; fi
+
+fuzz:
+ifeq ($(FUZZ_CC),)
+	@echo 'fuzz: skipped, there is no clang (apt-get install clang-14 libclang-rt-14-dev)'
+else
+	@if echo 'int LLVMFuzzerTestOneInput(const char *d, unsigned long n); int LLVMFuzzerTestOneInput(const char *d, unsigned long n) { return !d && n; }' | \
+	  $(FUZZ_CC) -x c -fsanitize=fuzzer - -o /dev/null 2>/dev/null; \
+	then $(MAKE) --no-print-directory $(addprefix fuzz-run-,$(FUZZERS)); \
+	else echo 'fuzz: skipped, $(FUZZ_CC) has no libFuzzer (apt-get install libclang-rt-14-dev)'; fi
+endif
+
+# --- do the tests bite, and how much do they reach? --------------------------------------------------------------------
+# PLANTED_ARGS='--seeds 100 ring'; COVERAGE_ARGS='c --missing'
+planted: $(INSTALLED)
+	$(PY) tools/planted $(PLANTED_ARGS)
+
+coverage: $(BUILT)
+	$(PY) tools/measure_coverage.py $(COVERAGE_ARGS)
 
 # --- tidying ---------------------------------------------------------------------------------------------------------
 clean:

@@ -173,5 +173,6 @@ def test_no_shipped_source_file_is_too_long() -> None:
     lengths = {
         str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
         for path in shipped_sources(".py", ".c", ".h")
+        if path.name != "kernels_ptx.h"  # made by tools/make_ptx.py
     }
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}

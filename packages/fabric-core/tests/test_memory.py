@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import mmap
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,3 +97,30 @@ def test_memory_of_empty_is_shared_zeroed_and_takes_arrays() -> None:
         for bad in (0, -1, 1.5, None):
             with pytest.raises(ValueError, match="above 0"):
                 engine.empty(bad)  # type: ignore[arg-type]
+
+
+class Capsule:
+    """Offers DLPack and nothing else."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array = array
+
+    def __dlpack__(self) -> object:
+        return self._array.__dlpack__()
+
+
+def test_dlpack_is_memory_too() -> None:
+    source = np.arange(4096, dtype=np.int16).reshape(64, 64)
+    target = np.zeros_like(source)
+    with TransferEngine.open() as engine:
+        handle, _ = engine.reg_mr(Capsule(source))
+        _, desc = engine.reg_mr(Capsule(target[:, :]))
+        assert (handle.nbytes, desc.nbytes) == (8192, 8192)
+        engine.submit_single_write(8192, None, (handle, 0), (desc, 0)).wait(5)
+        assert (source == target).all()
+        with pytest.raises(BadRange, match="contiguous"):
+            engine.reg_mr(Capsule(source.T))
+        with pytest.raises(BadRange, match="empty"):
+            engine.reg_mr(Capsule(source[:0]))
+        handle, _ = engine.reg_mr(Capsule(source[8:16]))
+        assert handle.nbytes == 1024

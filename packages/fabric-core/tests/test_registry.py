@@ -134,7 +134,9 @@ def test_an_entry_point_whose_module_is_gone_says_reinstall(install: Install) ->
 def test_one_broken_backend_does_not_hide_the_others(install: Install) -> None:
     install("bad-nic", "bad = bad_nic:backend", "raise RuntimeError")
     install("good-nic", "good = good_nic:backend", GOOD.format(name="good", state="up", rate=1))
-    assert {plugin.name: plugin.status for plugin in discover(BACKENDS) if plugin.name != "local"} == {
+    assert {
+        plugin.name: plugin.status for plugin in discover(BACKENDS) if not plugin.package.startswith("fabric-")
+    } == {
         "bad": "failed",
         "good": "ok",
     }
@@ -197,7 +199,7 @@ def test_settings_can_allow_what_the_environment_does_not(install: Install, monk
 
 def test_an_unknown_name_lists_the_known_ones_and_close_spellings(install: Install) -> None:
     install("good-nic", "verbose = good_nic:backend", GOOD.format(name="verbose", state="up", rate=1))
-    with pytest.raises(ConfigError, match=r"no backend 'verbos'; known: local, verbose.*did you mean verbose\?"):
+    with pytest.raises(ConfigError, match=r"no backend 'verbos'; known: .*local,.* verbose.*did you mean verbose"):
         get_backend("verbos")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import pickle
+import time
 
 import numpy as np
 import pytest
@@ -75,8 +76,12 @@ def test_a_flag_counts_ended_and_failed_operations() -> None:
     with TransferEngine.open() as engine:
         handle, _ = engine.reg_mr(bytearray(64))
         _, desc = engine.reg_mr(bytearray(64))
-        engine.submit_single_write(8, None, (handle, 0), (desc, 0), flag).wait(5)
+        transfer = engine.submit_single_write(8, None, (handle, 0), (desc, 0), flag)
+        end = time.monotonic() + 5
+        while not flag.done and time.monotonic() < end:
+            pass
         assert (flag.done, flag.failed) == (1, 0)
+        assert transfer.state == "done"  # the flag is bumped last
 
 
 def test_engines_and_results_cannot_be_pickled() -> None:

@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any, Self
 from fabric_core.callbacks import CallbackThread
 from fabric_core.core_handle import Core, Remote
 from fabric_core.domain import MAX_NICS, Domain, GroupConfig, NativeDomain
-from fabric_core.errors import BackendError, BadRange, ConfigError, EngineClosed, QueueFull, StaleHandle
+from fabric_core.errors import (
+    BackendError,
+    BadRange,
+    ConfigError,
+    EngineClosed,
+    QueueFull,
+    StaleHandle,
+    Unsupported,
+)
 from fabric_core.memory import range_of
 from fabric_core.native_lib import ffi, lib
 from fabric_core.placement import placement
@@ -34,6 +42,7 @@ log = logging.getLogger("fabric")
 
 _FEW_CORES = 4
 _LONGEST_CLOSE = 1e6  # seconds
+_PEER_SLOT = 0xFFFF  # the part of a peer's number that does not change when its slot goes to another
 _tokens = itertools.count()
 
 
@@ -60,7 +69,7 @@ class EngineBase:
         """Open an engine with one DomainGroup per device.
 
         Args:
-            device: "cpu", "cpu:1" (memory of a NUMA node).
+            device: "cpu", "cpu:1" (memory of a NUMA node), "cuda:0" (a GPU's memory, and host memory).
             backend: name of a backend, "auto" for the best that works here; default FABRIC_BACKEND, or "auto".
             devices: several devices; `device` is then ignored.
             nics: NICs per group, 1 to 8; default all that belong to the device (local: 1).
@@ -82,6 +91,7 @@ class EngineBase:
             raise ConfigError(f"devices and names are text: device={wanted!r}, name={name!r}")
         if not wanted or len(wanted) > 16 or len(set(wanted)) != len(wanted):
             raise ConfigError(f"devices= takes 1 to 16 different devices, not {wanted!r}")
+        wanted = ["cuda:0" if one == "cuda" else one for one in wanted]
         if name is None:
             name = f"e{os.getpid()}-{secrets.token_hex(4)}"
         elif not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
@@ -93,6 +103,7 @@ class EngineBase:
     def _start(self, backend: Any, settings: Settings, devices: list[str], name: str) -> None:
         self.settings = settings
         self._known_address: Callable[[str], bool] = getattr(backend, "known_address", lambda _domain: True)
+        self._backend_words: Callable[[str, str, int], str] = getattr(backend, "words", lambda *_: "")
         self.backend: str = backend.name
         self.devices = tuple(devices)
         self.name = name
@@ -102,8 +113,10 @@ class EngineBase:
         self._lock = threading.Lock()
         self._names: dict[tuple[int, int], NetAddr] = {}
         self._peers: dict[tuple[int, NetAddr], int] = {}
+        self._slots: dict[tuple[int, int], int] = {}  # which peer number is in use in each slot of the engine's table
         self._shared: weakref.WeakSet[Any] = weakref.WeakSet()
         self._keep: list[object] = []
+        self._faults: list[list[Any]] = []  # switches of the NICs of each group: fabric_core.faults
         self._owners: dict[int, object] = {}  # registered memory stays, whoever keeps its handle or not (C7)
         self._pools = 0
         self._tokens = [next(_tokens) for _ in devices]  # names a group of this engine, once and for all
@@ -152,6 +165,11 @@ class EngineBase:
         if not 1 <= len(domains) <= MAX_NICS:
             raise BackendError(f"backend {backend.name!r} opened {len(domains)} domains; a group has 1 to {MAX_NICS}")
         native = [self._native(d) for d in domains]
+        if self.settings.faults is not None:
+            from fabric_core import faults
+
+            native = faults.wrap(native, faults.Plan.parse(self.settings.faults), index)
+            self._faults.append([d.keepalive[1] for d in native])  # type: ignore[index]
         worker = 2 if any(isinstance(d, Domain) for d in domains) else 1
         self._keep.extend(native)
         mask = ffi.new("uint64_t[16]")
@@ -255,28 +273,37 @@ class EngineBase:
         return memory
 
     def reg_mr(self, x: Any, device: str | None = None, *, write: bool = True) -> tuple[MrHandle, MrDesc]:
-        """Register memory: a torch CPU tensor, numpy array, buffer, mmap, `empty()`, or (address, bytes).
+        """Register memory: a torch tensor, array (CUDA too), buffer, mmap, `empty()`, (address, bytes[, device]).
 
         Args:
-            device: which group's NICs serve it; default the first.
+            device: which group's NICs serve it; default: of GPU memory its GPU's, else the first.
             write: whether peers that hold the descriptor may write there.
 
         Returns:
             The handle (source of our own transfers) and the descriptor (for peers).
 
         Raises:
-            BadRange: no contiguous, non-empty memory. Unsupported: device memory. BackendError: the NIC refused.
+            BadRange: no contiguous, non-empty memory. Unsupported: memory of a GPU that no group of this engine serves.
+            BackendError: the NIC refused.
         """
         self._check_open()
-        ptr, nbytes, _, owner = range_of(x)
-        group = self._group_of(device)
+        ptr, nbytes, where, owner = range_of(x)
+        on_gpu = where != "cpu"
+        if on_gpu and (where not in self.devices or device not in (None, where)):
+            raise Unsupported(
+                f"this memory is on {where}, and {device or ', '.join(self.devices)} does not serve it: "
+                f"open an engine with device={where!r} (or devices=), and register it there"
+            )
+        group = self._group_of(where if on_gpu else device)
         if write and isinstance(owner, tuple) and memoryview(owner[0]).readonly:
             raise BadRange(f"this {type(x).__name__} is read-only: register it with write=False, as a source only")
         mr = ffi.new("fab_mr *", {"addr": ptr, "len": nbytes, "access": int(write), "fd": -1, "device_id": -1})
+        if on_gpu:
+            mr.device_kind, mr.device_id = 1, int(where.partition(":")[2])
         with self._lock:
             shared = list(self._shared)
         for memory in shared:
-            if not memory.closed and memory.ptr <= ptr and ptr + nbytes <= memory.ptr + len(memory):
+            if not on_gpu and not memory.closed and memory.ptr <= ptr and ptr + nbytes <= memory.ptr + len(memory):
                 mr.fd, mr.fd_offset = memory.fd, ptr - memory.ptr
                 break
         nics = len(self._addrs[group].domains)
@@ -358,8 +385,13 @@ class EngineBase:
             number = lib.fab_peer_add(self._core.pointer, group, len(held), held)
             if number < 0:
                 raise QueueFull(f"{addr} cannot be added: {os.strerror(-number)} (an engine knows 65536 peers at most)")
-            self._peers[group, addr] = number
-            self._names[group, number] = addr
+            with self._lock:
+                former = self._slots.get((group, number & _PEER_SLOT))
+                if former not in (None, number):  # lost long ago, and forgotten for this one
+                    self._peers.pop((group, self._names.pop((group, former))), None)
+                self._slots[group, number & _PEER_SLOT] = number
+                self._peers[group, addr] = number
+                self._names[group, number] = addr
         return number
 
     def _peer_name(self, group: int, number: int) -> str | None:
@@ -382,6 +414,9 @@ class EngineBase:
                 rc = lib.fab_remote_add(
                     self._core.pointer, group, peer, desc.nbytes, desc.access, len(keys), keys, bases
                 )
+                if rc == -errno.ESRCH:  # forgotten in this very moment
+                    self._peers.clear()
+                    raise QueueFull(f"{desc.addr} was just forgotten as a peer that is long lost; try again")
                 if rc < 0:
                     raise QueueFull(f"{desc!r} cannot be added: {os.strerror(-rc)} (1048576 descriptors at most)")
                 found = desc._remotes[token] = Remote(self._core, rc)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import errno
 import logging
+import struct
 import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fabric_core.errors import BackendError, FabricError, code_name, transfer_error
+from fabric_core.errors import CODES, BackendError, FabricError, code_name, transfer_error
 from fabric_core.native_lib import ffi, lib
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ __all__ = ["CallbackThread"]
 
 log = logging.getLogger("fabric.callbacks")
 _BATCH = 256
+_EVENT = struct.Struct("=IiQQQQ")  # a fab_event, read in one go: attributes of a C struct are looked up one by one
+_TRANSFER, _EXPECT, _RECV, _WATCH = lib.FAB_EV_TRANSFER, lib.FAB_EV_EXPECT, lib.FAB_EV_RECV, lib.FAB_EV_WATCH
 
 
 class CallbackThread:
@@ -32,7 +35,8 @@ class CallbackThread:
     def __init__(self, engine: EngineBase) -> None:
         self._core = engine._core
         self._engine_ref = weakref.ref(engine)  # an engine that nobody holds any more must be collected, and close
-        self._lock = threading.Lock()
+        # Reentrant: what is dropped under it may end a watcher, whose __del__ comes back here.
+        self._lock = threading.RLock()
         self._operations: dict[tuple[int, int], Operation] = {}  # keeps them alive until their event came
         self._pools: dict[int, tuple[int, Callable[[bytes], object]]] = {}  # number: (bytes of a buffer, on_message)
         self._watchers: dict[int, Callable[[int, int], object]] = {}
@@ -109,16 +113,18 @@ class CallbackThread:
     def _run(self) -> None:
         core = self._core
         events = ffi.new("fab_event[]", _BATCH)
+        memory = ffi.buffer(events)
+        wait, pointer, dispatch = lib.fab_events_wait, core.pointer, self._dispatch
         while True:
-            n = lib.fab_events_wait(core.pointer, events, _BATCH, 1 << 40)
+            n = wait(pointer, events, _BATCH, 1 << 40)
             if n == -errno.ESHUTDOWN:
                 break
-            for i in range(max(n, 0)):
-                e = events[i]
+            for i in range(n):
+                event = _EVENT.unpack_from(memory, i * _EVENT.size)
                 try:
-                    self._dispatch(e.kind, e.status, e.id, e.a, e.b, e.c)
+                    dispatch(*event)
                 except Exception:
-                    log.exception("an event of kind %d could not be dispatched", e.kind)
+                    log.exception("an event of kind %d could not be dispatched", event[0])
 
         with self._lock:
             self._over = True
@@ -127,7 +133,11 @@ class CallbackThread:
             self._dispatch(kind, 0, id, 0, 0, 0)
 
     def _dispatch(self, kind: int, status: int, id: int, a: int, b: int, c: int) -> None:
-        if kind in (lib.FAB_EV_TRANSFER, lib.FAB_EV_EXPECT):
+        if kind == _WATCH:
+            on_change = self._watchers.get(id)  # one look: no lock needed
+            if on_change is not None:
+                self.call(on_change, a, b)
+        elif kind in (_TRANSFER, _EXPECT):
             with self._lock:
                 operation = self._operations.pop((kind, id), None)
                 callbacks = operation._callbacks if operation is not None else None
@@ -135,21 +145,21 @@ class CallbackThread:
                     operation._callbacks = ()  # type: ignore[assignment]  # later ones are called at once
             for callback in callbacks or ():
                 self.call(callback, operation)
-        elif kind == lib.FAB_EV_RECV:
+        elif kind == _RECV:
             message = bytes(ffi.buffer(ffi.cast("char *", a), b))
             try:
                 self._message(id, message)
             finally:
                 lib.fab_recv_return(self._core.pointer, 0, c)  # only now may the next message take the buffer
-        elif kind == lib.FAB_EV_WATCH:
-            with self._lock:
-                on_change = self._watchers.get(id)
-            if on_change is not None:
-                self.call(on_change, a, b)
         elif kind == lib.FAB_EV_PEER_LOST:
             self._peer_lost(id)
+        elif kind == lib.FAB_EV_NIC:
+            self._nic_changed(id >> 32, id & 0xFFFFFFFF, a, status)
         elif kind == lib.FAB_EV_FAULT:
-            self.report(BackendError(f"the backend refused something that came in [{code_name(status)}]"))
+            code = code_name(status)
+            known = CODES.get(code)
+            why = f": {known.meaning} [{code}]; {known.cure}" if known else f" [{code}]"
+            self.report(BackendError(f"the backend refused something that came in{why}"))
 
     def _message(self, pool: int, message: bytes) -> None:
         """Hand a message to its pool; what a closed pool's buffers still take goes to another pool."""
@@ -175,6 +185,17 @@ class CallbackThread:
         lib.fab_engine_peer_stats(self._core.pointer, group, peer, out)
         name = engine._peer_name(group, peer) or "?"
         self.call(engine.on_peer_lost, transfer_error(out.status or -errno.ECONNRESET, peer=name))
+
+    def _nic_changed(self, group: int, nic: int, peer: int, status: int) -> None:
+        engine = self._engine_ref()
+        if engine is None:
+            return
+        name = engine._nic_name(group, nic)
+        to = engine._peer_name(group, peer)
+        if status:
+            self.report(transfer_error(status, nic=name, peer=to, cure="the other NICs carry on"))
+        else:
+            log.warning("%s is back", f"the path over {name} to {to}" if to else f"NIC {name}")
 
     def call(self, callback: Callable[..., object], *args: Any) -> None:
         """Run user code: whatever it raises is reported and goes no further."""

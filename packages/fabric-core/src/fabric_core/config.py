@@ -5,7 +5,8 @@
     FABRIC_CONFIG=/etc/fabric.toml                file: the field's name as a key at the top level
 
 `fabric env` prints each with its value and where it came from. A bad value raises ConfigError, which names the
-variable, the value and what is allowed; nothing is guessed. An empty environment variable counts as not set.
+variable, the value and what is allowed; nothing is guessed. An empty environment variable counts as not set,
+but for those of the secret, which must not get lost unnoticed.
 
 Imports pydantic, so only `TransferEngine.open` and the command line import this module.
 """
@@ -20,12 +21,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 from fabric_core.errors import ConfigError
 
-__all__ = ["OTHER_VARIABLES", "PREFIX", "Settings", "Source", "allowed", "default_local_dir", "unknown_variables"]
+__all__ = [
+    "OTHER_VARIABLES",
+    "PREFIX",
+    "Settings",
+    "Source",
+    "allowed",
+    "default_local_dir",
+    "is_secret",
+    "unknown_variables",
+]
 
 PREFIX = "FABRIC_"
 
@@ -36,6 +46,7 @@ OTHER_VARIABLES: dict[str, str] = {
     "FABRIC_CONFIG": "Path of a TOML file with settings",
     "FABRIC_CFLAGS": "Build from source: appended to the C compiler's arguments",
     "FABRIC_LDFLAGS": "Build from source: appended to the linker's arguments",
+    "FABRIC_CUDA_LIBRARY": "Path of the CUDA driver's library. Not set: libcuda.so.1",
     "FABRIC_VERBOSE": "Build from source: show the compiler's command lines",
 }
 
@@ -81,6 +92,13 @@ class Settings(BaseModel):
         ge=0,
         le=1_000_000,
     )
+    gpu_linger_us: int = _field(
+        0,
+        "microseconds, an integer from 0 to 1000000",
+        "local backend: how long a kernel that copies pages stays on the GPU without work. 0: it is launched each time",
+        ge=0,
+        le=1_000_000,
+    )
     timeout: float = _field(
         30.0, "seconds, above 0", "Deadline of an operation that was given none: nothing waits for ever", gt=0
     )
@@ -94,6 +112,17 @@ class Settings(BaseModel):
     )
     imm_slots: int = _field(
         65536, "an integer from 256 to 16777216", "Immediates of one engine in use at most", ge=256, le=1 << 24
+    )
+    secret: SecretStr | None = _field(
+        None,
+        "text of at least 16 bytes, from the environment or code",
+        "Secret of the job: handshakes prove it. Better: FABRIC_SECRET_FILE. Not set: none",
+    )
+    secret_file: str | None = _field(
+        None,
+        "a path; the file is ours, mode 0600",
+        "File with the secret of the job, of at least 16 bytes. Not set: none",
+        min_length=1,
     )
     local_dir: str = Field(
         default_factory=default_local_dir,
@@ -111,6 +140,24 @@ class Settings(BaseModel):
         "For tests: the local backend reorders deliveries and completions on purpose",
         ge=0,
         le=0xFFFFFFFF,
+    )
+    sim_seed: int | None = _field(
+        None,
+        "a seed, an integer from 0 to 18446744073709551615",
+        "The order that the sim backend puts things in. Not set: another one each time",
+        ge=0,
+        le=0xFFFFFFFFFFFFFFFF,
+    )
+    sim_nic: Literal["none", "efa-p5", "efa-p5en", "cx7"] = _field(
+        "none",
+        "none, efa-p5, efa-p5en or cx7",
+        "The NIC whose times the sim backend keeps; none: as fast as memory",
+    )
+    faults: str | None = _field(
+        None,
+        "words like 'reorder,delay=2ms,fail=0.001:EIO': see fabric_core.faults",
+        "For tests: what goes wrong on purpose, around any backend. Not set: nothing",
+        min_length=1,
     )
     pin_cpus: bool = _field(False, "true or false", "Pin worker threads to cores of the device's NUMA node")
     log_level: Literal["debug", "info", "warning", "error"] = _field(
@@ -179,6 +226,13 @@ class Settings(BaseModel):
     def _any_case(cls, value: Any) -> Any:
         return value.strip().lower() if isinstance(value, str) else value
 
+    @field_validator("faults")
+    @classmethod
+    def _faults_make_sense(cls, value: str | None) -> str | None:
+        from fabric_core.faults import Plan
+
+        return None if value is None else str(Plan.parse(value)) or "seed=0"
+
     @field_validator("local_dir")
     @classmethod
     def _usable_directory(cls, value: str) -> str:
@@ -189,8 +243,16 @@ class Settings(BaseModel):
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    for name in (PREFIX + "SECRET", PREFIX + "SECRET_FILE"):
+        if name in environ and not environ[name].strip():  # what was to fill it failed: not to be taken for "no secret"
+            raise ConfigError(f"{name} is set, but blank: unset it to run without a secret, or give it one")
     found = {name: environ.get(PREFIX + name.upper(), "") for name in Settings.model_fields}
     return {name: value for name, value in found.items() if value.strip()}
+
+
+def is_secret(name: str) -> bool:
+    """Whether the value of this field is never shown."""
+    return name == "secret"
 
 
 def _read_file(path: str) -> dict[str, Any]:
@@ -202,6 +264,8 @@ def _read_file(path: str) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"FABRIC_CONFIG={path}: not valid TOML: {error}") from None
     for name in content:
+        if is_secret(name):
+            raise ConfigError(f"{path}: {name!r} is not taken from here: put it into a file of its own, secret_file")
         if name not in Settings.model_fields:
             raise ConfigError(f"{path}: there is no setting {name!r}{_close(name, Settings.model_fields)}")
     return content
@@ -226,7 +290,7 @@ def _explain(error: ValidationError, where: Mapping[str, str]) -> str:
     for problem in error.errors(include_url=False):
         name = str(problem["loc"][0]) if problem["loc"] else ""
         if name in Settings.model_fields:
-            value = problem["input"]
+            value = "(not shown)" if is_secret(name) else problem["input"]
             label = where.get(name, f"{name}=")
             joint = "" if label.endswith("=") else " = "
             lines.setdefault(name, f"{label}{joint}{value!r}: must be {allowed(name)}")

@@ -183,8 +183,9 @@ class CompletionKind(IntEnum):
     RECV = 3  #: the receive `id` holds `length` bytes from `peer`
     PEER_UP = 4  #: the peer of `peer_open` can be posted to
     PEER_DOWN = 5  #: `peer` is lost, for the reason in `status`
-    NIC_DOWN = 6  #: this domain is lost: nothing more can be posted to it
+    NIC_DOWN = 6  #: this domain cannot be posted to: see `Domain.poll`
     FAULT = 7  #: something was refused on the receiving side; counted, and told to `engine.on_error`
+    NIC_UP = 8  #: after NIC_DOWN: it can be posted to again; paths to peers are opened anew
 
 
 @dataclass(slots=True)
@@ -252,8 +253,10 @@ class Domain(ABC):
         """Begin first contact with `addr` and return a peer number at once.
 
         Exactly one PEER_UP or PEER_DOWN follows through `poll`, in bounded time (`settings.connect_timeout`). After UP,
-        DOWN follows when the peer is lost, whether or not anything is in flight (`settings.heartbeat`). After DOWN the
-        number is dead: the engine closes it, and opens the address again if it wants to.
+        DOWN follows when the peer is lost, whether or not anything is in flight (`settings.heartbeat`). With ENETDOWN,
+        ETIMEDOUT, EHOSTUNREACH or ENETUNREACH it is this path that is lost, and the engine goes on over its other NICs;
+        any other status says that the peer itself is gone. After DOWN the number is dead: the engine closes it, and
+        opens the address again if it wants to.
         """
 
     @abstractmethod
@@ -279,6 +282,10 @@ class Domain(ABC):
 
         `now_ns` is the time as the caller knows it, monotonic, in nanoseconds: use it for every timeout, never a clock,
         so that the simulator can turn the hands.
+
+        After NIC_DOWN it goes on being called: requests that the NIC holds still end (once `peer_close` was called at
+        the latest), posted receives come back as RECV with -ENETDOWN, and NIC_UP may follow. An exception says that
+        nothing of this can be expected any more: the domain is closed at once, what it held ends with ENETDOWN.
         """
 
     @abstractmethod
@@ -292,6 +299,10 @@ class Domain(ABC):
     def arm(self, on: bool) -> bool:
         """Ask for wake-ups through `wait_fd`, or no longer. Returns True if there is something to poll already."""
         return on  # without a descriptor nobody may sleep
+
+    def counters(self) -> dict[str, int]:
+        """Return what this domain has refused since it was opened, by kind; from any thread. See docs/backend.md."""
+        return {}
 
     @abstractmethod
     def close(self) -> None:
@@ -308,7 +319,12 @@ class Backend(Protocol):
     Optional: `known_address(domain: str) -> bool`, whether text can be an address of this backend, so that a misspelt
     one is refused at once. Optional: `variables`, a dict from each environment variable that the backend reads itself
     (`FABRIC_MYNIC_...`) to one sentence of help: `fabric env` prints them, and `fabric doctor` calls a `FABRIC_*`
-    variable that nobody declares a misspelling.
+    variable that nobody declares a misspelling. Optional: `checks() -> Iterable[dict[str, str]]`, what `fabric doctor`
+    should say about this machine: keys name, status (OK, WARN, FAIL, SKIP), found, and if useful wanted and cure.
+    Optional: `words(nic: str, peer: str, status: int) -> str`, what its library said of an error (negative errno) of
+    one of our NICs (its address) with a peer (all its addresses, or ""), or "": the text of the exception has it.
+    Optional: `one_process = True`, if engines of other processes cannot be reached: the conformance kit then leaves out
+    what needs one.
     """
 
     name: str

@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterable
 from operator import index
 from typing import Any
 
+from fabric_core import streams
 from fabric_core.errors import BackendError, BadRange, ConfigError, QueueFull, StaleHandle
+from fabric_core.gpu import served
 from fabric_core.native_lib import fast, ffi, lib
 from fabric_core.operations import Expectation
 from fabric_core.pools import UvmWatcher
-from fabric_core.submits import OnDone, Submits
-from fabric_core.types import Flag, NetAddr
+from fabric_core.streams import Prepared
+from fabric_core.submits import OnDone, Submits, flag_of
+from fabric_core.types import Flag, MrDesc, MrHandle, NetAddr, Pages
 
 __all__ = ["TransferEngine"]
 
@@ -75,7 +78,7 @@ class TransferEngine(Submits):
         """Wait for `count` arrivals of `imm`, counted since `alloc_imm` (C3); expectations claim their counts in order.
 
         Args:
-            on_done: called with the Expectation on the callback thread.
+            on_done: called with the Expectation on the callback thread, or a Flag to bump.
             timeout: seconds until it fails with DeadlineExceeded; None: `settings.timeout`.
             peers: fail at once with PeerLost when one of these is lost.
 
@@ -83,29 +86,30 @@ class TransferEngine(Submits):
             StaleHandle: no immediate of ours. BadRange: a negative or absurd count.
         """
         self._check_open()
-        if isinstance(on_done, Flag):
-            raise ConfigError("an expectation takes a callable or None; a Flag is bumped by transfers")
-        if on_done is not None and not callable(on_done):
-            raise TypeError(f"on_done is a callable or None, not {type(on_done).__name__}")
+        flag = 0 if on_done is None else flag_of(on_done)
         count = index(count)
         if not 0 <= count <= 1 << 40:
             raise BadRange(f"count={count!r}: an expectation waits for 0 to 2**40 writes")
         seconds = self.settings.timeout if timeout is None else timeout
         if not seconds >= 0:
             raise BadRange(f"timeout={timeout!r}: a number of seconds, 0 or more")
-        numbers = [self._peer(0, self._addr(a)) for a in peers]
+        addrs = [self._addr(a) for a in peers]
         ns = 1 << 60 if math.isinf(seconds) else max(1, int(seconds * 1e9))
-        args = (self._core.pointer, self._u32(imm), count, min(ns, 1 << 60), numbers, len(numbers))
-        rc = lib.fab_expect(*args)
-        if rc < 0:
-            rc = self._again(
-                rc,
-                lambda: int(lib.fab_expect(*args)),
-                lambda _: StaleHandle(_NOT_IN_USE.format(imm)),
+
+        def submit() -> int:
+            numbers = [self._peer(0, a) for a in addrs]
+            return int(
+                lib.fab_expect(self._core.pointer, self._u32(imm), count, min(ns, 1 << 60), numbers, len(numbers))
             )
+
+        rc = submit()
+        if rc < 0:
+            rc = self._again(rc, submit, lambda _: StaleHandle(_NOT_IN_USE.format(imm)))
         expectation = Expectation(self, rc, imm, count)
-        if on_done is not None:
-            self._callbacks.add(expectation, on_done)
+        if flag:
+            lib.fab_expect_flag(self._core.pointer, rc, flag)
+        elif on_done is not None:
+            self._callbacks.add(expectation, on_done)  # type: ignore[arg-type]
         return expectation
 
     @staticmethod
@@ -113,18 +117,88 @@ class TransferEngine(Submits):
         number = index(imm)
         return number if 0 <= number < 1 << 32 else 0xFFFFFFFF
 
+    # ---- GPU streams -----------------------------------------------------------------------------------------------
+
+    def gpu_flag(self, device: str | None = None) -> Flag:
+        """Return a Flag that GPUs reach too: `stream_wait` waits for it. Raises Unsupported if no GPU is served."""
+        return Flag(streams.gpu_of(self, device))
+
+    def prepare_write(
+        self,
+        length: int,
+        imm: int | None,
+        src: tuple[MrHandle, int],
+        dst: tuple[MrDesc, int],
+        flag: Flag | None = None,
+        *,
+        nic: int | None = None,
+        timeout: float | None = None,
+        device: str | None = None,
+    ) -> Prepared:
+        """Prepare a write that a GPU stream starts, each time it gets to a `stream_submit`.
+
+        Args are those of `submit_single_write`; `flag` (default: a fresh `gpu_flag`) is bumped at each end.
+        Raises BadRange, StaleHandle, RemoteAccessError; Unsupported if the engine serves no GPU.
+        """
+        return streams.prepare(self, src, dst, length, imm, flag, nic, timeout, device)
+
+    def prepare_paged_writes(
+        self,
+        page_length: int,
+        imm: int | None,
+        src: tuple[MrHandle, Pages],
+        dst: tuple[MrDesc, Pages],
+        flag: Flag | None = None,
+        *,
+        nic: int | None = None,
+        timeout: float | None = None,
+        device: str | None = None,
+    ) -> Prepared:
+        """The same for pages, as in `submit_paged_writes`. The page lists are copied."""
+        return streams.prepare(self, src, dst, page_length, imm, flag, nic, timeout, device)
+
+    def stream_submit(self, prepared: Prepared, stream: Any = None) -> None:
+        """Have `stream` start a prepared transfer, after what is before it; also while it is captured into a graph.
+
+        The stream goes on at once: to wait for the end, `stream_wait(prepared.flag, n, stream)`.
+        """
+        streams.add(prepared, stream)
+
+    def stream_wait(self, flag: Flag, value: int = 1, stream: Any = None, *, device: str | None = None) -> None:
+        """Have `stream` wait until `flag` has been bumped `value` times. Every operation ends (C1), so this does too.
+
+        The stream goes on after a failure as well: `flag.failed` counts them. In a graph that is launched again, set
+        the flag back first: `stream_signal(flag, 0, stream)`.
+        """
+        streams.wait(self, flag, value, stream, device)
+
+    def stream_signal(
+        self, what: UvmWatcher | Flag, value: int, stream: Any = None, *, device: str | None = None
+    ) -> None:
+        """Have `stream` set a watcher's or a flag's word to `value`, after what is before it in the stream."""
+        streams.write(self, what, value, stream, device)
+
     # ---- the rest --------------------------------------------------------------------------------------------------
 
     def alloc_uvm_watcher(self, on_change: Callable[[int, int], object]) -> UvmWatcher:
-        """Watch a fresh u64 in host memory: `on_change(old, new)` on the callback thread after it changed."""
+        """Watch a fresh u64 in host memory: `on_change(old, new)` on the callback thread after it changed.
+
+        Where the engine serves a GPU, GPUs reach the word too, under the same address (`watcher.ptr`): by
+        `stream_signal`, or a kernel's store or addition at system scope. Several changes may be heard as one.
+        """
         self._check_open()
         if not callable(on_change):
             raise ConfigError(f"on_change is called with (old, new); {on_change!r} cannot be called")
+        gpu = served(self.devices)
+        own = lib.fab_cuda_word_new(gpu) if gpu is not None else 0
+        if gpu is not None and not own:
+            raise BackendError(f"a watcher cannot be made: no pinned host memory for cuda:{gpu}")
         word = ffi.new("uint64_t *")
-        rc = lib.fab_watch_add(self._core.pointer, 0, ffi.NULL, ffi.NULL, word)
+        rc = lib.fab_watch_add(self._core.pointer, own, ffi.NULL, ffi.NULL, word)
         if rc < 0:
+            lib.fab_cuda_word_free(own)
             raise BackendError(f"a watcher cannot be made: {os.strerror(-rc)}")
-        watcher = UvmWatcher(self, rc, word[0])
+        watcher = UvmWatcher(self, rc, word[0], own)
         self._callbacks.add_watcher(rc, on_change)
         return watcher
 

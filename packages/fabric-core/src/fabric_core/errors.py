@@ -10,10 +10,11 @@
     ├── EngineClosed                          the engine was closed before, or meanwhile
     ├── QueueFull                             backpressure lasted longer than `submit_timeout`
     ├── WaitTimeout (TimeoutError)            wait() gave up; the operation itself goes on
-    └── TransferError                         an operation ended badly: .peer .nic .op .code
+    └── TransferError                         an operation ended badly: .peer .nic .op .code .writes
         ├── DeadlineExceeded (TimeoutError)   its own timeout passed
         ├── PeerLost (ConnectionError)        nobody answers, or the peer is gone
         │   └── PeerRestarted                 another process answers at that address now
+        ├── NicLost (ConnectionError)         a NIC of ours, or one path to a peer, is lost; the others go on
         ├── RemoteAccessError                 the peer's side refused the memory access
         └── Cancelled                         ended by cancel() or by close()
 
@@ -38,6 +39,7 @@ __all__ = [
     "DeadlineExceeded",
     "EngineClosed",
     "FabricError",
+    "NicLost",
     "PeerLost",
     "PeerRestarted",
     "ProtocolError",
@@ -107,6 +109,7 @@ class TransferError(FabricError):
         op: str | None = None,
         code: str | None = None,
         cure: str | None = None,
+        writes: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(reason)
         self.reason = reason
@@ -115,6 +118,9 @@ class TransferError(FabricError):
         self.op = op  #: "write", "paged_writes", "scatter", "barrier", "send", "recv", "expect"
         self.code = code  #: errno name, e.g. "ECONNRESET"
         self.cure = cure  #: what the user can do
+        #: of a transfer: how many of its writes had ended well, and of how many. The others may have arrived or not;
+        #: none of them arrives later (C7)
+        self.writes = writes
 
     def __str__(self) -> str:
         known = CODES.get(self.code or "")
@@ -128,6 +134,8 @@ class TransferError(FabricError):
         text = f"{where}: {reason}" if where else reason
         if self.code and self.code not in reason:
             text += f" [{self.code}]"
+        if self.writes and self.writes[1] > 1:
+            text += f"; {self.writes[0]} of its {self.writes[1]} writes had ended well"
         return f"{text}; {cure}" if cure else text
 
     def __repr__(self) -> str:
@@ -140,6 +148,10 @@ class DeadlineExceeded(TransferError, TimeoutError):
 
 class PeerLost(TransferError, ConnectionError):
     """The peer does not answer, died, or closed; everything in flight to it ended with this (C11)."""
+
+
+class NicLost(TransferError, ConnectionError):
+    """A NIC of ours, or the path over it to a peer, is lost. The other NICs of the group go on: submit it again."""
 
 
 class PeerRestarted(PeerLost):
@@ -190,9 +202,20 @@ CODES: dict[str, Code] = {
         "raise timeout= (or FABRIC_TIMEOUT) if the transfer is only slow; else look for the sender that is missing",
     ),
     "EACCES": Code(
-        "the peer refused us",
-        "another uid, or memory that was registered without the right to write",
-        "run both sides as one user, and register the target with write=True",
+        "it refused us: the secrets differ (FABRIC_SECRET), or it runs under another uid, or the memory is read-only",
+        "a secret on one side only or two different ones, another uid, or memory registered without the right to write",
+        "give both sides the same FABRIC_SECRET_FILE (`fabric doctor` says whether one is set), run both as one user, "
+        "and register the target with write=True",
+    ),
+    "EKEYREJECTED": Code(
+        "a handshake with another process was refused: it does not hold our secret",
+        "FABRIC_SECRET or FABRIC_SECRET_FILE is set on one side only or differs, or a stranger tries to get in",
+        "compare the settings of both sides (`fabric doctor`); `engine.stats()['refused']['auth']` counts them all",
+    ),
+    "EUSERS": Code(
+        "the peer, or this process, has as many links as it takes",
+        "more than 4096 NIC pairs, links that are opened and never closed, or somebody who floods the peer",
+        "close engines that are no longer needed, use fewer NICs per group; see `engine.stats()['refused']`",
     ),
     "EPROTO": Code(
         "the peer speaks another version of the protocol",
@@ -217,7 +240,17 @@ CODES: dict[str, Code] = {
     "ENETDOWN": Code(
         "the NIC is gone",
         "a link or device failure, or the driver was reset",
-        "look at `fabric devices` and at the kernel's log; the other NICs of the group go on",
+        "submit it again: where the group has more NICs, they go on; look at `fabric devices` and at the kernel's log",
+    ),
+    "EHOSTUNREACH": Code(
+        "no path to the peer over this NIC",
+        "a cable, a switch or a route between the two is down",
+        "submit it again: where the group has more NICs, they go on; look at the link's state at both ends",
+    ),
+    "ENETUNREACH": Code(
+        "no path to the peer's network over this NIC",
+        "the two NICs are on networks that do not meet, or a route is missing",
+        "look at `fabric topo` and at the routes of both hosts",
     ),
     "ECANCELED": Code(
         "ended by cancel() or close()",
@@ -271,6 +304,9 @@ _CLASS: dict[str, type[TransferError]] = {
     "ECONNRESET": PeerLost,
     "ETIMEDOUT": PeerLost,  # the peer's silence, told by the backend; the engine's own timeout is ETIME
     "ESTALE": PeerRestarted,
+    "ENETDOWN": NicLost,
+    "EHOSTUNREACH": NicLost,
+    "ENETUNREACH": NicLost,
     "ETIME": DeadlineExceeded,
     "EACCES": RemoteAccessError,
     "EFAULT": RemoteAccessError,
@@ -295,6 +331,7 @@ def transfer_error(
     nic: str | None = None,
     reason: str = "",
     cure: str | None = None,
+    writes: tuple[int, int] | None = None,
 ) -> TransferError:
     """Turn a status of the engine or of a backend (a negative errno) into the exception of its class.
 
@@ -302,4 +339,4 @@ def transfer_error(
     """
     code = code_name(status)
     kind = _CLASS.get(code, TransferError)
-    return kind(reason, peer=peer, nic=nic, op=op, code=code, cure=cure)
+    return kind(reason, peer=peer, nic=nic, op=op, code=code, cure=cure, writes=writes)

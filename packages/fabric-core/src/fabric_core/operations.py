@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Self
 
-from fabric_core.errors import BadRange, EngineClosed, FabricError, WaitTimeout, transfer_error
+from fabric_core.errors import CODES, BadRange, EngineClosed, FabricError, WaitTimeout, code_name, transfer_error
 from fabric_core.native_lib import fast, ffi, lib
 
 if TYPE_CHECKING:
@@ -70,11 +70,17 @@ class Operation:
 
     def _error(self, out: Any) -> FabricError:
         engine = self._engine
+        peer, nic = engine._peer_name(self._group(), out.peer), engine._nic_name(self._group(), out.nic)
+        words = engine._backend_words(nic, peer or "", out.err) if nic else ""
+        code = code_name(out.err)
+        meaning = CODES[code].meaning if code in CODES else "failed"
         return transfer_error(
             out.err,
             op=self._op_name(out),
-            peer=engine._peer_name(self._group(), out.peer),
-            nic=engine._nic_name(self._group(), out.nic),
+            peer=peer,
+            nic=nic,
+            reason=f"{meaning}: {words}" if words else "",
+            writes=(int(out.ended), int(out.units)) if out.units else None,
         )
 
     def _op_name(self, out: Any) -> str:

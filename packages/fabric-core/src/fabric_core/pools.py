@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from fabric_core.errors import StaleHandle
@@ -41,10 +42,11 @@ class RecvPool:
 class UvmWatcher:
     """A 64-bit word that somebody bumps, and a callback that hears of it. Several steps may be heard as one."""
 
-    def __init__(self, engine: EngineBase, number: int, ptr: int) -> None:
+    def __init__(self, engine: EngineBase, number: int, ptr: int, own: int = 0) -> None:
         self._engine = engine
         self._core = engine._core  # the word lives in the C engine's memory
         self._number = number
+        self._own = own  # a word that GPUs reach, to be given back when nobody can name it any more
         self.ptr = ptr  #: address of the u64
         self.closed = False
 
@@ -68,3 +70,9 @@ class UvmWatcher:
             self.closed = True
             self._engine._callbacks.drop_watcher(self._number)
             lib.fab_watch_close(self._core.pointer, self._number)
+
+    def __del__(self) -> None:
+        if getattr(self, "_own", 0) and self._core.address and self._core.pid == os.getpid():
+            self.close()
+            lib.fab_watch_settle(self._core.pointer)  # the watcher's thread looks at it no more
+            lib.fab_cuda_word_free(self._own)

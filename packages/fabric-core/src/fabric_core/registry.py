@@ -45,7 +45,7 @@ COMMANDS = "fabric.commands"
 Status = Literal["ok", "found", "failed", "filtered", "duplicate", "incompatible"]
 
 #: Known without any metadata, so that a source checkout on sys.path works too.
-_BUILT_IN = {"local": "fabric_core.backends.local:backend"}
+_BUILT_IN = {"local": "fabric_core.backends.local:backend", "sim": "fabric_core.backends.sim:backend"}
 _CORE = "fabric-core"
 
 _registered: dict[str, Backend] = {}
@@ -180,7 +180,7 @@ def _candidates(group: str) -> list[Plugin]:
     installed = []
     for entry in entry_points(group=group):
         package, version, summary = _origin(entry)
-        if package == _CORE and entry.name in _BUILT_IN:
+        if group == BACKENDS and package == _CORE and entry.name in _BUILT_IN:
             continue  # core's own metadata says the same once more
         installed.append(Plugin(entry.name, group, package, version, value=entry.value, summary=summary))
     return found + sorted(installed, key=lambda plugin: (plugin.name, plugin.package, plugin.value))

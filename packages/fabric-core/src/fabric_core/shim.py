@@ -153,6 +153,16 @@ def _arm(a: _Adapted, on: int) -> int:
     return int(a.domain.arm(bool(on)) or bool(a.pending))
 
 
+@_door
+def _counters(a: _Adapted, out: Any, cap: int) -> int:
+    found = list(a.domain.counters().items())[:cap]
+    for entry, (name, value) in zip(out[0 : len(found)], found, strict=True):
+        data = str(name).encode("ascii", "replace")[:31]
+        ffi.memmove(entry.name, data + b"\0", len(data) + 1)
+        entry.value = int(value)
+    return len(found)
+
+
 def _close(ctx: Any) -> None:
     """As the others, but a void callback must return None."""
     adapted = ffi.from_handle(ctx)
@@ -174,4 +184,5 @@ assert {kind.value for kind in CompletionKind} == {
     lib.FAB_WC_PEER_DOWN,
     lib.FAB_WC_NIC_DOWN,
     lib.FAB_WC_FAULT,
+    lib.FAB_WC_NIC_UP,
 }, "domain.py and domain.h have drifted apart"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fabric_core.native_lib import ffi, lib
+from fabric_core.native_lib import ffi, lib, text
 
 if TYPE_CHECKING:
     from fabric_core.base import EngineBase
 
-__all__ = ["collect", "quantiles"]
+__all__ = ["collect", "quantiles", "refused"]
 
 _COUNTERS = (
     "submitted", "done", "failed", "cancelled", "bytes", "wrs", "imms", "imm_stray", "recvs",
@@ -34,8 +34,24 @@ def quantiles(buckets: Sequence[int]) -> dict[str, float]:
     return found
 
 
+_MOST_COUNTERS = 64
+
+
+def refused(engine: EngineBase) -> dict[str, int]:
+    """Return what the NICs of an engine have refused, by kind, summed over all of them (S9). See docs/backend.md."""
+    out = ffi.new("fab_counter[]", _MOST_COUNTERS)
+    found: dict[str, int] = {}
+    for group, addr in enumerate(engine._addrs):
+        for nic in range(len(addr.domains)):
+            n = lib.fab_nic_counters(engine._core.pointer, group, nic, out, _MOST_COUNTERS)
+            for i in range(max(0, min(n, _MOST_COUNTERS))):
+                name = text(out[i].name)
+                found[name] = found.get(name, 0) + int(out[i].value)
+    return found
+
+
 def collect(engine: EngineBase) -> dict[str, Any]:
-    """Return the counters of an engine: {"groups": [...], "peers": {address: ...}} and the sums."""
+    """Return the counters of an engine: {"groups": [...], "peers": {address: ...}, "refused": {kind: n}} and sums."""
     out = ffi.new("fab_stats *")
     groups = []
     for group, device in enumerate(engine.devices):
@@ -58,4 +74,4 @@ def collect(engine: EngineBase) -> dict[str, Any]:
         }
     shared = ("imm_stray", "inflight")  # counted once per engine, not per group
     sums = {name: groups[0][name] if name in shared else sum(g[name] for g in groups) for name in _COUNTERS}
-    return {**sums, "groups": groups, "peers": peers}
+    return {**sums, "groups": groups, "peers": peers, "refused": refused(engine)}

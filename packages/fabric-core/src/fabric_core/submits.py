@@ -23,13 +23,13 @@ from fabric_core.operations import Transfer
 from fabric_core.pools import RecvPool
 from fabric_core.types import Flag, MrDesc, MrHandle, NetAddr, Pages, PeerGroup, ScatterDst
 
-__all__ = ["OnDone", "Submits"]
+__all__ = ["OnDone", "Submits", "flag_of"]
 
 OnDone = Callable[[Any], object] | Flag | None
 _RETRY_NS = 50_000_000
 
 
-def _flag_of(on_done: Any) -> int:
+def flag_of(on_done: Any) -> int:
     """Return what names a Flag in C (its address, marked as one that is counted: flag.c), 0 for a callable."""
     if isinstance(on_done, Flag):
         return on_done.ptr | 1
@@ -78,7 +78,7 @@ class Submits(EngineBase):
         """
         handle, loff = src
         desc, roff = dst
-        flag = 0 if on_done is None else _flag_of(on_done)
+        flag = 0 if on_done is None else flag_of(on_done)
         remote = self._target(handle, desc)
         try:
             rc = fast.submit_write(
@@ -119,7 +119,7 @@ class Submits(EngineBase):
         """
         handle, s = src
         desc, d = dst
-        flag = 0 if on_done is None else _flag_of(on_done)
+        flag = 0 if on_done is None else flag_of(on_done)
         remote = self._target(handle, desc)
 
         def submit() -> int:
@@ -190,7 +190,7 @@ class Submits(EngineBase):
     ) -> Transfer:
         if not dst:
             raise BadRange("no targets: a scatter or barrier has at least one")
-        flag = 0 if on_done is None else _flag_of(on_done)
+        flag = 0 if on_done is None else flag_of(on_done)
         if src is not None and not isinstance(src, MrHandle):
             raise TypeError(f"the source of a scatter is an MrHandle, not {type(src).__name__}")
         if src is not None and src._engine is not self:
@@ -220,11 +220,11 @@ class Submits(EngineBase):
         self, addr: NetAddr | str, msg: Any, on_done: OnDone = None, *, timeout: float | None = None
     ) -> Transfer:
         """Send a message (bytes-like, at most `max_message`), copied at once; done when a receive has taken it."""
-        flag = 0 if on_done is None else _flag_of(on_done)
-        peer = self._peer(0, self._addr(addr))
+        flag = 0 if on_done is None else flag_of(on_done)
+        to = self._addr(addr)
 
         def submit() -> int:
-            return fast.submit_send(self._address, 0, peer, msg, timeout, flag)  # type: ignore[no-any-return]
+            return fast.submit_send(self._address, 0, self._peer(0, to), msg, timeout, flag)  # type: ignore[no-any-return]
 
         rc = submit()
         if rc < 0:
@@ -259,6 +259,9 @@ class Submits(EngineBase):
     def _again(self, rc: int, submit: Callable[[], int], explained: Callable[[int], FabricError]) -> int:
         """A submit was refused: wait for room without the GIL if it was full (C8), else raise what was wrong."""
         deadline = time.monotonic() + self.settings.submit_timeout
+        if rc == -errno.ESRCH:  # the engine forgot a peer that was lost long ago: its number is looked up anew
+            self._peers.clear()
+            rc = submit()
         while rc == -errno.EAGAIN:
             left = deadline - time.monotonic()
             if left <= 0:

@@ -242,18 +242,22 @@ class PeerGroup:
 class Flag:
     """A word in memory that operations bump when they end: for code that polls, also native code.
 
-    The low 32 bits count the operations that ended, the high 32 bits those of them that ended badly.
+    The low 32 bits count the operations that ended, the high 32 bits those of them that ended badly. It is bumped last:
+    who sees it finds the operation ended, while somebody who waits for the operation may be a moment earlier.
     """
 
-    __slots__ = ("ptr",)
+    __slots__ = ("_pid", "ptr")
 
-    def __init__(self) -> None:
-        self.ptr: int = lib.fab_flag_new()  #: address of the u64; it outlives the operations that name this flag
+    def __init__(self, gpu: int | None = None) -> None:
+        """`gpu`: ordinal of a GPU whose driver makes a word that GPUs reach too; see `TransferEngine.gpu_flag`."""
+        made = lib.fab_flag_new() if gpu is None else lib.fab_flag_new_on(gpu)
+        self._pid = os.getpid()
+        self.ptr: int = made  #: address of the u64; it outlives the operations that name this flag
         if not self.ptr:
             raise MemoryError("no memory for a flag")
 
     def __del__(self) -> None:
-        if getattr(self, "ptr", 0):
+        if getattr(self, "ptr", 0) and self._pid == os.getpid():  # the child of a fork has no memory of the driver's
             lib.fab_flag_drop(self.ptr)
 
     @property

@@ -1,6 +1,7 @@
 /* A check that says where and what, for small C test programs: exit 0 passed, 1 failed, 77 skipped. */
 #ifndef FAB_TEST_CHECK_H
 #define FAB_TEST_CHECK_H
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #define CHECK(cond, ...)                                               \

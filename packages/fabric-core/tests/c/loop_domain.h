@@ -21,7 +21,10 @@ typedef struct loop_nic {
     uint64_t max_write;
     bool hold;        /* keep requests until cancelled */
     bool stubborn;    /* ... and even then, until the peer is closed */
+    bool too_late;    /* ... and then it ends well: it was on the wire already */
     bool refuse_peer; /* first contact fails */
+    bool full;        /* takes no requests */
+    int32_t broken;   /* poll fails with this */
     pthread_mutex_t lock; /* of the inbox, which other NICs write */
     uint32_t inbox[LOOP_INBOX], ninbox;
     struct {
@@ -78,7 +81,7 @@ static int loop_peer_close(void *ctx, uint32_t peer) {
 }
 static int loop_post(void *ctx, uint32_t peer, const fab_wr *wr, uint32_t n) {
     loop_nic *nic = ctx;
-    uint32_t room = LOOP_QUEUE - nic->nqueue, take = n < room ? n : room;
+    uint32_t room = nic->full ? 0 : LOOP_QUEUE - nic->nqueue, take = n < room ? n : room;
     if (take > 3 && nic->seed) take = 1 + xorshift(&nic->seed) % take; /* a prefix of any length */
     for (uint32_t i = 0; i < take; i++) {
         CHECK(wr[i].kind == FAB_WR_WRITE && wr[i].remote_key == 9);
@@ -97,7 +100,7 @@ static int loop_post_recv(void *ctx, uint64_t id, uint64_t addr, uint64_t len) {
 static void loop_execute(loop_nic *nic, uint32_t i) {
     fab_wr wr = nic->queue[i].wr;
     loop_nic *to = nic->peers[nic->queue[i].peer];
-    int32_t status = nic->queue[i].cancelled ? -ECANCELED : 0;
+    int32_t status = nic->queue[i].cancelled && !nic->too_late ? -ECANCELED : 0;
     if (!status) {
         if (wr.len) memcpy((void *)(uintptr_t)wr.remote_addr, (void *)(uintptr_t)wr.local_addr, wr.len);
         if (wr.flags & FAB_WR_IMM) {
@@ -114,6 +117,7 @@ static void loop_execute(loop_nic *nic, uint32_t i) {
 static int loop_poll(void *ctx, fab_wc *wc, uint32_t cap, uint64_t now) {
     (void)now;
     loop_nic *nic = ctx;
+    if (nic->broken) return nic->broken;
     for (uint32_t k = 0; k < 8 && nic->nqueue && nic->nout < LOOP_QUEUE; k++) {
         uint32_t i = nic->seed ? xorshift(&nic->seed) % nic->nqueue : 0;
         if (nic->hold && (!nic->queue[i].cancelled || nic->stubborn)) break;
@@ -150,6 +154,19 @@ static int loop_arm(void *ctx, int on) {
     int busy = on && (nic->ninbox || nic->nout || (nic->nqueue && !nic->hold));
     pthread_mutex_unlock(&nic->lock);
     return busy;
+}
+/* Ends what is queued for a peer (UINT32_MAX: for all) with `status`, then reports `kind`. */
+static inline void loop_event(loop_nic *nic, uint32_t peer, uint32_t kind, int32_t status) {
+    for (uint32_t i = 0; i < nic->nqueue;) {
+        if (peer != UINT32_MAX && nic->queue[i].peer != peer) {
+            i++;
+            continue;
+        }
+        nic->out[nic->nout++] = (fab_wc){
+            .kind = FAB_WC_OP, .id = nic->queue[i].wr.id, .status = status, .count = 1, .peer = nic->queue[i].peer};
+        nic->queue[i] = nic->queue[--nic->nqueue];
+    }
+    nic->out[nic->nout++] = (fab_wc){.kind = kind, .peer = peer, .status = status};
 }
 static void loop_close(void *ctx) { ((loop_nic *)ctx)->closed++; }
 

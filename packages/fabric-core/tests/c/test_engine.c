@@ -1,79 +1,8 @@
 /* The engine over NICs that reorder, refuse and hold back (loop_domain.h). Each test names the contract it proves. */
-#include "fabric/engine.h"
-#include "loop_domain.h"
+#include "sides.h"
 
 #include <sched.h>
 #include <stdatomic.h>
-
-#define MS 1000000ull
-
-typedef struct side {
-    fab_engine *engine;
-    loop_nic *nic[8];
-    uint32_t nnics;
-    uint8_t *mem;
-    uint64_t len, local, remote; /* remote: of this side's memory, as the other side knows it */
-    uint32_t peer;
-} side;
-
-static side make_side(uint32_t nnics, uint32_t seed, uint64_t max_write, uint64_t len, int thread, uint64_t spin) {
-    fab_engine_cfg cfg = {.imm_slots = 64,
-                          .max_inflight = 4096,
-                          .max_peers = 16,
-                          .spin_ns = spin,
-                          .timeout_ns = 20000 * MS,
-                          .inline_bytes = 4096,
-                          .shard_bytes = 64};
-    side s = {.nnics = nnics, .len = len};
-    s.engine = fab_engine_new(&cfg);
-    CHECK(s.engine);
-    uint64_t ops[8], ctx[8], cpus[16] = {0};
-    for (uint32_t i = 0; i < nnics; i++) {
-        s.nic[i] = loop_new(seed ? seed + i : 0, max_write);
-        ops[i] = (uint64_t)(uintptr_t)&loop_ops;
-        ctx[i] = (uint64_t)(uintptr_t)s.nic[i];
-    }
-    CHECK(fab_group_open(s.engine, nnics, ops, ctx, cpus, thread) == 0);
-    s.mem = calloc(1, len);
-    return s;
-}
-
-static void join(side *from, side *to) {
-    fab_mr_keys keys[8];
-    fab_mr mine = {.addr = (uint64_t)(uintptr_t)from->mem, .len = from->len, .fd = -1};
-    from->local = (uint64_t)fab_mem_reg(from->engine, 0, &mine, keys);
-    char text[8][32];
-    const char *addrs[8];
-    uint64_t key[8], base[8];
-    for (uint32_t i = 0; i < to->nnics; i++) {
-        snprintf(text[i], sizeof text[i], "%p", (void *)to->nic[i]);
-        addrs[i] = text[i];
-        key[i] = 9;
-        base[i] = (uint64_t)(uintptr_t)to->mem;
-    }
-    int64_t peer = fab_peer_add(from->engine, 0, to->nnics, addrs);
-    CHECK(peer >= 0);
-    from->peer = (uint32_t)peer;
-    to->remote =
-        (uint64_t)fab_remote_add(from->engine, 0, from->peer, to->len, FAB_ACCESS_REMOTE_WRITE, to->nnics, key, base);
-}
-
-static void drop_side(side *s) {
-    fab_engine_close(s->engine, 1000 * MS);
-    fab_engine_free(s->engine);
-    for (uint32_t i = 0; i < s->nnics; i++) {
-        CHECK(s->nic[i]->closed == 1, "a domain is closed exactly once");
-        free(s->nic[i]);
-    }
-    free(s->mem);
-}
-
-static void run_until(side *a, side *b, uint64_t handle) {
-    for (uint32_t i = 0; fab_transfer_poll(a->engine, handle) == FAB_PENDING; i++) {
-        if (b) fab_progress(b->engine);
-        CHECK(i < 50000000u, "hangs");
-    }
-}
 
 /* C4, C5: every byte, and one count, for any length, number of NICs on either side, and maximum size */
 static void sharding_is_exact(void) {
@@ -235,6 +164,39 @@ static void deadlines_end_quietly(void) {
     }
 }
 
+/* C11: a deadline that passes while the last writes are on the wire names a peer, though all of them end well */
+static void a_late_peer_is_named(void) {
+    for (int late = 0; late < 2; late++) {
+        side a = make_side(1, 0, 0, 4096, 0, 0),
+             b[2] = {make_side(1, 0, 0, 4096, 0, 0), make_side(1, 0, 0, 4096, 0, 0)};
+        fab_target to[2];
+        uint32_t peer[2];
+        for (int i = 0; i < 2; i++) {
+            join(&a, &b[i]);
+            peer[i] = a.peer;
+            to[i] = (fab_target){b[i].remote, 0, (uint64_t)i * 64, 64};
+        }
+        int64_t h = fab_submit_many(a.engine, FAB_OP_SCATTER, a.local, to, 2, -1, -1, 30 * MS, 0);
+        CHECK(h > 0);
+        a.nic[0]->hold = a.nic[0]->too_late = true;
+        while (a.nic[0]->posted < 2) fab_progress(a.engine);
+        loop_nic *nic = a.nic[0]; /* one of the two is done in time */
+        CHECK(nic->nqueue == 2 && nic->queue[0].peer != nic->queue[1].peer);
+        uint32_t of_nic = nic->queue[!late].peer;
+        loop_execute(nic, (uint32_t)late);
+        CHECK(nic->queue[0].peer == of_nic);
+        uint32_t want = nic->peers[of_nic] == b[0].nic[0] ? peer[0] : peer[1];
+        run_until(&a, NULL, (uint64_t)h);
+        fab_outcome out;
+        CHECK(fab_transfer_outcome(a.engine, (uint64_t)h, &out) == 0);
+        CHECK(out.phase == FAB_FAILED && out.err == -ETIME && out.ended == 2 && out.units == 2);
+        CHECK(out.peer == want, "%u, not %u", out.peer, want);
+        drop_side(&a);
+        drop_side(&b[0]);
+        drop_side(&b[1]);
+    }
+}
+
 /* C1: cancel and close end everything once; C11: a refused first contact names the peer, for expectations too */
 static void ends_are_named(void) {
     side a = make_side(2, 3, 0, 4096, 0, 0), b = make_side(2, 4, 0, 4096, 0, 0);
@@ -380,6 +342,7 @@ int main(void) {
     immediates_are_never_lost();
     bad_requests_never_reach_a_nic();
     deadlines_end_quietly();
+    a_late_peer_is_named();
     ends_are_named();
     full_is_said();
     threads_together();

@@ -5,7 +5,7 @@
 #    define _GNU_SOURCE
 #endif
 #include "local/local.h"
-#include "local/local_int.h"   /* only for t_scribble, which plays a peer with a bug */
+#include "local/wire.h"   /* only for the tests that play a peer with a bug, or without the secret */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -860,14 +860,17 @@ static void t_garbage(void) {
     for (int i = 0; i < 3000; i++) {
         int fd = raw_connect("a");
         for (int k = 0; k < 1 + i % 3; k++) {
-            fill((char *)m, 256, seed++);
+            fill((char *)m, 512, seed++);
             if (i % 4) { /* a good head, so that the body is looked at too */
                 memcpy(m, (uint32_t[]){0x6c6f6366u}, 4);
-                memcpy(m + 4, (uint16_t[]){(uint16_t)(i % 7 ? 1 : 2), (uint16_t)(1 + i % 6)}, 4);
-                memcpy(m + 8, (uint32_t[]){160}, 4);
-                if (i % 3) memset(m + 16, 0, 24);
+                memcpy(m + 4, (uint16_t[]){(uint16_t)(i % 7 ? FL_VERSION : 1), (uint16_t)(1 + i % 8)}, 4);
+                memcpy(m + 8, (uint32_t[]){sizeof(fl_wire)}, 4);
+                if (i % 3) {
+                    memset(m + 24, 0, 16);   /* whoever answers, NIC 0 to NIC 0 */
+                    memcpy(m + offsetof(fl_wire, from_name), "garbage", 8);
+                }
             }
-            size_t n = i % 5 == 0 ? seed % 200 : i % 50 == 7 ? 60000 : 160;
+            size_t n = i % 5 == 0 ? seed % 200 : i % 50 == 7 ? 60000 : sizeof(fl_wire);
             int f[] = {pp[1], 0, pp[0], 2, pp[0], pp[1]};
             raw_send(fd, m, n, f, i % 7);
         }

@@ -9,14 +9,19 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from fabric_core.cli import ping_meet
 from fabric_core.cli.guard import BAD, USAGE, guarded, say
 from fabric_core.cli.models import Bench, BenchRow, Report
 from fabric_core.cli.options import Json
+from fabric_core.cli.ping_backend import On, Port, Provider, choose, find
 from fabric_core.cli.render import Column, console, emit_json, number, show_table, size, text_lines
+from fabric_core.errors import ConfigError
 
 __all__ = ["command", "parse_size"]
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+_ASK_SECONDS = 5.0  #: ... a host for an address
 
 #: Without an operation on the command line: a look at everything. (op, sizes, pages)
 _TOUR: tuple[tuple[str, tuple[int, ...], int], ...] = (
@@ -77,43 +82,58 @@ def command(
     window: Annotated[int, typer.Option("-w", min=1, max=4096, help="Operations in flight.")] = 16,
     nics: Annotated[int | None, typer.Option("--nics", min=1, max=8, help="NICs on this side.")] = None,
     peer_nics: Annotated[int | None, typer.Option("--peer-nics", min=1, max=8, help="On the other; --nics.")] = None,
-    memory: Annotated[str, typer.Option("--memory", help="engine (shareable) or user (ordinary) memory.")] = "engine",
+    memory: Annotated[str, typer.Option("--memory", help="engine, user or gpu; or HERE:THERE.")] = "engine",
     pages: Annotated[int, typer.Option("--pages", min=1, max=65536, help="Pages of one paged write.")] = 64,
     page_len: Annotated[str, typer.Option("--page-len", help="Length of a page: instead of a sweep.")] = "",
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare the data.")] = True,
     rounds: Annotated[int, typer.Option("--rounds", min=1, max=100, help="Repeat all in turn; medians.")] = 1,
     serve: Annotated[str, typer.Option("--serve", metavar="NAME", help="Only answer, under this name.")] = "",
-    connect: Annotated[str, typer.Option("--connect", metavar="ADDR", help="Measure with a peer that serves.")] = "",
+    connect: Annotated[
+        str, typer.Option("--connect", metavar="HOST|ADDR", help="Measure with a peer that serves.")
+    ] = "",
     backend: Annotated[str, typer.Option("--backend", help="Backend to use; default FABRIC_BACKEND.")] = "",
+    provider: Provider = "",
+    on: On = "",
+    port: Port = ping_meet.PORT,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
     json: Json = False,
 ) -> None:
     """Measure writes, pages, immediates and messages between two processes.
 
     The second process is started for you; for two terminals: `fabric bench --serve NAME` in one, `fabric bench write
-    --connect ADDR` in the other. Times are microseconds, Gbit/s are decimal. %LIMIT compares with what this machine's
-    memory allows, measured between the figures. Exit code 1: data arrived wrong.
+    --connect ADDR` in the other; for two machines: `fabric bench --backend efa --on eth0 --serve NAME`, and `fabric
+    bench write --connect HOST`. `--memory` is where the data are: shareable host memory, ordinary host memory, or a
+    GPU (cuda:0); `gpu:engine` sends from the GPU into host memory. Times are microseconds, Gbit/s are decimal. %LIMIT
+    compares with what this machine's memory allows, measured between the figures. Exit code 1: data arrived wrong.
     """
     from fabric_core.cli import bench_run
     from fabric_core.cli.bench_ops import OPS
 
+    if serve and connect:
+        raise ConfigError(f"--serve {serve} --connect {connect}: answer, or measure; give one of them")
     if serve:
         from fabric_core.cli.ping import answer
 
-        answer(serve, nics, backend)
+        answer(serve, nics, choose(backend, provider, on), port)
         return
     if op and op not in OPS:
         raise typer.BadParameter(f"{op!r}: must be one of {', '.join(OPS)}", param_hint="operation")
-    if memory not in ("engine", "user"):
-        raise typer.BadParameter(f"{memory!r}: must be engine or user", param_hint="--memory")
+    kinds = memory.split(":")
+    if len(kinds) > 2 or not set(kinds) <= {"engine", "user", "gpu"}:
+        raise typer.BadParameter(
+            f"{memory!r}: must be engine, user or gpu, or two of them (here:there)", param_hint="--memory"
+        )
+    if "gpu" in kinds and op == "imm":
+        raise typer.BadParameter("imm compares marks in host memory: use engine or user", param_hint="--memory")
     if json and as_csv:
         say("error: --json and --csv exclude each other")
         raise typer.Exit(USAGE)
     todo = (
         [(op, _sizes(op, begin, end, factor=factor, page_len=page_len, pages=pages), pages)]
         if op
-        else [(a, list(b), c) for a, b, c in _TOUR]
+        else [(a, list(b), c) for a, b, c in _TOUR if "gpu" not in kinds or a != "imm"]
     )
+    backend = choose(backend, provider, on)
     jobs = [
         bench_run.Job(name, length, count if name == "paged" else 1, n, window, verify)
         for name, sizes, count in todo
@@ -126,7 +146,7 @@ def command(
         backend=backend,
         nics=nics,
         peer_nics=peer_nics if peer_nics is not None else nics,
-        connect=connect,
+        connect=str(find(connect, backend, port, _ASK_SECONDS)) if connect else "",
         progress=say if sys.stderr.isatty() else lambda _: None,
     )
     wrong = sum(row.wrong_bytes or 0 for row in data.rows)

@@ -15,7 +15,8 @@ import collections
 import queue
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,7 @@ class Sample:
 class Link:
     """A client's connection to a bench peer, with a buffer on either side."""
 
-    def __init__(self, session: Session, peer: NetAddr, nbytes: int, memory: str) -> None:
+    def __init__(self, session: Session, peer: NetAddr, nbytes: int, memory: str, there: str = "") -> None:
         from fabric_core import MrDesc
 
         self.session = session
@@ -80,7 +81,7 @@ class Link:
         self.imm = self.engine.alloc_imm()  #: raised here by the peer
         here = self.buffer.desc.to_bytes().hex()
         begin = time.perf_counter_ns()
-        answer = self.ask("open", "opened", bytes=nbytes, memory=memory, desc=here, imm=self.imm)
+        answer = self.ask("open", "opened", bytes=nbytes, memory=there or memory, desc=here, imm=self.imm)
         self.connect_ns = time.perf_counter_ns() - begin
         self.remote: MrDesc = MrDesc.from_bytes(bytes.fromhex(answer["desc"]))
         self.remote_imm = int(answer["imm"])
@@ -91,6 +92,18 @@ class Link:
         """Send a request and wait for its answer."""
         self.session.tell(self.peer, kind, **fields)
         return self.session.hear(wanted, peer=self.peer, timeout=timeout)
+
+    @contextmanager
+    def echoing(self, size: int, *, spin: bool = False) -> Iterator[None]:
+        """Have the peer write back what arrives. Ctrl-C ends that too: else it waits for more, and others for it."""
+        self.ask("echo", "echoing", bytes=size, spin=spin)
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.session.leave(self.peer)
+            raise
+        self.session.tell(self.peer, "stop")
+        self.session.hear("echoed", peer=self.peer)
 
     def close(self) -> None:
         """Free the peer's buffer and ours."""
@@ -168,6 +181,7 @@ def _verify(link: Link, plan: Plan, length: int, **layout: int) -> int | None:
 
 def _prepare(link: Link, plan: Plan, length: int) -> None:
     fill(link.buffer.view[:length], plan.seed)
+    link.buffer.push(length)
     link.ask("clear", "cleared", timeout=60.0, bytes=length)
 
 
@@ -229,7 +243,6 @@ def imm(link: Link, plan: Plan) -> Sample:
     engine, view, size = link.engine, link.buffer.view, plan.size
     half = link.nbytes // 2
     _prepare(link, plan, link.nbytes)
-    link.ask("echo", "echoing", bytes=size, spin=True)
     clock = time.perf_counter_ns
     source, target, raised, mine = (link.buffer.handle, half), (link.remote, 0), link.remote_imm, link.imm
     count = engine.imm_count
@@ -237,25 +250,24 @@ def imm(link: Link, plan: Plan) -> Sample:
     sample = Sample(latency_ns=array("q", bytes(8 * plan.n)), post_ns=array("q", bytes(8 * plan.n)), wrong=0)
     mark = view[half : half + min(8, size)]
     back = view[: len(mark)]
-    for i in range(-_WARMUP, plan.n):
-        mark[:] = (i + _WARMUP + 1).to_bytes(8, "little")[: len(mark)]
-        wanted = base + i + _WARMUP + 1
-        begin = clock()
-        engine.submit_single_write(size, raised, source, target)
-        posted = clock()
-        turns = 0
-        while count(mine) < wanted:
-            turns += 1
-            if turns & 1023 == 0 and clock() - begin > limit:
-                give_up(f"immediate {wanted}", plan.timeout, link.peer)
-        end = clock()
-        if i >= 0:
-            sample.latency_ns[i] = (end - begin) // 2
-            sample.post_ns[i] = posted - begin
-        if plan.verify and sample.wrong is not None and back != mark:
-            sample.wrong += len(mark)
-    link.session.tell(link.peer, "stop")
-    link.session.hear("echoed", peer=link.peer)
+    with link.echoing(size, spin=True):
+        for i in range(-_WARMUP, plan.n):
+            mark[:] = (i + _WARMUP + 1).to_bytes(8, "little")[: len(mark)]
+            wanted = base + i + _WARMUP + 1
+            begin = clock()
+            engine.submit_single_write(size, raised, source, target)
+            posted = clock()
+            turns = 0
+            while count(mine) < wanted:
+                turns += 1
+                if turns & 1023 == 0 and clock() - begin > limit:
+                    give_up(f"immediate {wanted}", plan.timeout, link.peer)
+            end = clock()
+            if i >= 0:
+                sample.latency_ns[i] = (end - begin) // 2
+                sample.post_ns[i] = posted - begin
+            if plan.verify and sample.wrong is not None and back != mark:
+                sample.wrong += len(mark)
     if plan.verify and sample.wrong is not None:
         sample.wrong += count_wrong(view[:size], view[half : half + size])
     else:

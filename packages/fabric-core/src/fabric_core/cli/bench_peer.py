@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from fabric_core.cli.guard import fail
 from fabric_core.cli.pattern import count_wrong, expected_pages, fill, permutation
-from fabric_core.cli.session import Buffer, Message, Session, open_engine
-from fabric_core.errors import DeadlineExceeded, FabricError
+from fabric_core.cli.session import Buffer, Message, Session, open_engine, parent_gone
+from fabric_core.errors import DeadlineExceeded, FabricError, PeerLost, TransferError
 
 if TYPE_CHECKING:
     from fabric_core import MrDesc, NetAddr, TransferEngine
@@ -88,13 +88,24 @@ class Server:
             if command is None:
                 raise ValueError(f"unknown request {message.get('kind')!r}")
             self.session.tell(sender, **command(self, sender, message))
-        except (FabricError, KeyError, TypeError, ValueError, OSError) as error:
+        except Exception as error:  # whatever a client may ask for, it does not end the one who answers
             text = f"{type(error).__name__}: {error}"
             print(f"{sender}: {text}", file=sys.stderr, flush=True)
+            if isinstance(error, PeerLost) or (isinstance(error, TransferError) and error.op == "send"):
+                self._forget(str(sender))  # another answer would only wait for it once more
+                return
             try:
                 self.session.tell(sender, "error", text=text[:500])
             except FabricError:
                 self._forget(str(sender))
+
+    @staticmethod
+    def _size(message: Message, name: str, most: int) -> int:
+        """Return a number of a message that says how much memory is touched. Raises ValueError."""
+        value = message[name]
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+            raise ValueError(f"{name}={value!r}: must be an integer from 1 to {most}")
+        return value
 
     # ---- requests: each returns the answer ----
 
@@ -102,9 +113,7 @@ class Server:
         """Allocate and register a buffer for the client."""
         from fabric_core import MrDesc
 
-        nbytes = int(message["bytes"])
-        if not 0 < nbytes <= MAX_BYTES:
-            raise ValueError(f"{nbytes} bytes asked for, at most {MAX_BYTES}")
+        nbytes = self._size(message, "bytes", MAX_BYTES)
         self._forget(str(sender))
         while len(self._clients) >= MAX_CLIENTS:
             self._forget(next(iter(self._clients)))
@@ -124,21 +133,25 @@ class Server:
     def _clear(self, sender: NetAddr, message: Message) -> Message:
         """Overwrite the buffer, so that what is right later was written meanwhile."""
         client = self._clients[str(sender)]
-        length = int(message["bytes"])
+        length = self._size(message, "bytes", len(client.buffer.view))
         client.buffer.view[:length] = b"\xa5" * length
+        client.buffer.push(length)
         client.messages = client.wrong = 0
         return {"kind": "cleared"}
 
     def _check(self, sender: NetAddr, message: Message) -> Message:
         """Compare the buffer with what should be there."""
         client = self._clients[str(sender)]
-        length, seed = int(message["bytes"]), int(message["seed"])
+        room = len(client.buffer.view)
+        length, seed = self._size(message, "bytes", room), int(message["seed"])
         if message.get("page"):
-            order = permutation(int(message["pages"]), seed)
-            wanted = expected_pages(length, seed, int(message["page"]), order, int(message["span"]))
+            page = self._size(message, "page", room)
+            order = permutation(self._size(message, "pages", room // page), seed)
+            wanted = expected_pages(length, seed, page, order, self._size(message, "span", room))
         else:
             wanted = bytearray(length)
             fill(memoryview(wanted), seed)
+        client.buffer.pull(length)
         return {"kind": "checked", "wrong": count_wrong(client.buffer.view[:length], memoryview(wanted))}
 
     def _echo(self, sender: NetAddr, message: Message) -> Message:
@@ -149,7 +162,7 @@ class Server:
         client = self._clients[str(sender)]
         if client.back is None or client.back_imm is None:
             raise ValueError("echo needs a descriptor and an immediate to answer to")
-        length, spin = int(message["bytes"]), bool(message.get("spin"))
+        length, spin = self._size(message, "bytes", len(client.buffer.view)), bool(message.get("spin"))
         engine, imm, stops, name = self.engine, client.imm, self.session.stops, str(sender)
         source, target, answer = (client.buffer.handle, 0), (client.back, 0), client.back_imm
         stops.discard(name)
@@ -166,7 +179,7 @@ class Server:
                     continue
             else:
                 try:
-                    engine.expect_imm_count(imm, 1, timeout=0.2).wait()
+                    engine.expect_imm_count(imm, 1, timeout=0.2, peers=[sender]).wait()
                 except DeadlineExceeded:
                     continue
             engine.submit_single_write(length, answer, source, target)
@@ -178,7 +191,8 @@ class Server:
     def _messages(self, sender: NetAddr, message: Message) -> Message:
         """From now on compare messages with the pattern, and send them back if asked to."""
         client = self._clients[str(sender)]
-        size, seed, echo = int(message["bytes"]), int(message["seed"]), bool(message.get("echo"))
+        size, seed = self._size(message, "bytes", self.session.longest), int(message["seed"])
+        echo = bool(message.get("echo"))
         expected = bytearray(size)
         fill(memoryview(expected), seed)
         expected[0] = 0
@@ -198,7 +212,7 @@ class Server:
     def _counted(self, sender: NetAddr, message: Message) -> Message:
         """Wait until that many messages were here, and tell how many bytes of them were wrong."""
         client = self._clients[str(sender)]
-        wanted = int(message["n"])
+        wanted = self._size(message, "n", 1 << 62)
         pause = threading.Event()
         for _ in range(500):
             if client.messages >= wanted:
@@ -233,24 +247,19 @@ _COMMANDS: dict[str, Callable[[Server, Any, Message], Message]] = {
 }
 
 
-def _watch_stdin(ended: threading.Event) -> None:
-    """Set `ended` when whoever started us is gone: a helper must not outlive its parent."""
-    while os.read(0, 4096):  # not sys.stdin: a daemon thread inside it breaks the interpreter's exit
-        pass
-    ended.set()
-
-
 def main() -> None:
     """Serve until stdin ends."""
     parser = argparse.ArgumentParser(prog="fabric_core.cli.bench_peer")
     parser.add_argument("--name", required=True)
     parser.add_argument("--backend", default="")
     parser.add_argument("--nics", type=int)
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    ended = threading.Event()
-    threading.Thread(target=_watch_stdin, args=(ended,), daemon=True).start()
+    ended = parent_gone()
     try:
-        with open_engine(backend=options.backend, name=options.name, nics=options.nics) as engine:
+        with open_engine(
+            backend=options.backend, name=options.name, nics=options.nics, device=options.device
+        ) as engine:
             print(json.dumps({"address": str(engine.address), "nics": engine.nics}), flush=True)
             Server(engine).run(ended.is_set)
     except (FabricError, KeyboardInterrupt) as error:

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
-from fabric_core._version import __version__
-from fabric_core.cli import limits
+from fabric_core.cli import limits, machine
 from fabric_core.cli.bench_ops import OPS, Link, Plan, Sample
 from fabric_core.cli.models import Bench, BenchRow
 from fabric_core.cli.session import Session, open_engine, parse_address
@@ -60,10 +59,20 @@ class Job:
 
 
 @contextmanager
-def spawned_peer(backend: str, nics: int | None) -> Iterator[str]:
+def spawned_peer(backend: str, nics: int | None, device: str = "cpu") -> Iterator[str]:
     """Start a bench peer as a process of its own; yields its address, ends it afterwards."""
     name = f"bench-{os.getpid()}-{secrets.token_hex(2)}"
-    words = [sys.executable, "-m", "fabric_core.cli.bench_peer", "--name", name, "--backend", backend]
+    words = [
+        sys.executable,
+        "-m",
+        "fabric_core.cli.bench_peer",
+        "--name",
+        name,
+        "--backend",
+        backend,
+        "--device",
+        device,
+    ]
     if nics is not None:
         words += ["--nics", str(nics)]
     child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -106,11 +115,17 @@ def run(
 ) -> Bench:
     """Do all jobs `rounds` times in turn, with the peer at `connect` or one of our own. Raises FabricError."""
     with ExitStack() as stack:
-        engine = stack.enter_context(open_engine(backend=backend, nics=nics))
-        address = connect or stack.enter_context(spawned_peer(backend, peer_nics))
+        ours = backend or (parse_address(connect).backend if connect else "")
+        here, _, there = memory.partition(":")
+        there = there or here
+        device = "cuda:0" if "gpu" in (here, there) else "cpu"
+        engine = stack.enter_context(open_engine(backend=ours, nics=nics, device=device))
+        address = connect or stack.enter_context(spawned_peer(backend, peer_nics, device))
         session = stack.enter_context(Session(engine))
-        link = Link(session, parse_address(address), max(_needed(job) for job in jobs), memory)
-        measure_limit = limits.stream if memory == "engine" else limits.cma
+        link = Link(session, parse_address(address), max(_needed(job) for job in jobs), here, there)
+        measure_limit: Callable[[int, int], limits.Limit] = limits.stream if here == "engine" else limits.cma
+        if device != "cpu":
+            measure_limit = lambda _size, _span: limits.link(here, there)  # noqa: E731
         for turn in range(rounds):
             for index, job in enumerate(jobs):
                 plan = job.plan(seed=1 + turn * len(jobs) + index, longest=link.longest)
@@ -140,16 +155,10 @@ def _needed(job: Job) -> int:
 
 
 def _machine() -> dict[str, str]:
-    model = ""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
-    except OSError:
-        pass
     settings = Settings.load()
     return {
-        "versions": f"fabric-core {__version__}, Python {platform.python_version()}, kernel {platform.release()}",
-        "machine": f"{platform.node()}, {len(os.sched_getaffinity(0))} CPUs, {model or platform.machine()}",
+        "versions": machine.versions(),
+        "machine": f"{platform.node()}, {machine.processors()}",
         "polling": settings.polling + (f", spin {settings.spin_us} us" if settings.spin_us is not None else ""),
     }
 

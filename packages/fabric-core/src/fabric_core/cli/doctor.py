@@ -42,7 +42,11 @@ def gather(peer: str = "") -> Doctor:
         return _count([*checks, *_machine_checks(local_dir), *_software()])
     checks += _software()
     checks += _backends()
+    checks += _backend_checks()
+    checks += _faults(settings)
+    checks += _security(settings)
     checks += _machine_checks(local_dir)
+    checks += _cuda()
     checks += _live(peer)
     return _count(checks)
 
@@ -89,6 +93,49 @@ def _software() -> Iterator[Check]:
             )
 
 
+def _cuda() -> Iterator[Check]:
+    """Do the GPUs that the machine has serve a `cuda:N` engine?"""
+    from fabric_core import gpu
+
+    there = [item for item in read(RealSystem()).gpus if item.vendor == "NVIDIA"]
+    reason = gpu.why_not()
+    if not reason:
+        found = ", ".join(f"{item.device} {item.name}" for item in gpu.gpus())
+        yield Check(group="gpu", name="CUDA driver", status="OK", found=found)
+    elif there:
+        cure = "install the NVIDIA driver (nvidia-smi must work); in a container, pass the GPUs: --gpus all"
+        yield Check(group="gpu", name="CUDA driver", status="WARN", found=reason, cure=cure)
+
+
+def _faults(settings: Settings) -> Iterator[Check]:
+    """Does something make operations fail on purpose?"""
+    if settings.faults is not None:
+        found = f"FABRIC_FAULTS={settings.faults}: every engine fails on purpose"
+        yield Check(group="software", name="faults", status="WARN", found=found, wanted="not set", cure="unset it")
+
+
+def _security(settings: Settings) -> Iterator[Check]:
+    """Are handshakes authenticated, and what is open to whom?"""
+    from fabric_core.secret import handshake_key, origin
+
+    try:
+        source = origin(settings)
+        secret = handshake_key(settings) is not None
+    except ConfigError as error:
+        cure = "no engine opens until this is put right"
+        yield Check(group="security", name="handshakes", status="FAIL", found=str(error), cure=cure)
+        return
+    if secret:
+        found = f"authenticated by {source}; local: open to processes of this uid that hold the secret"
+        yield Check(group="security", name="handshakes", status="OK", found=found)
+    else:
+        found = "not authenticated: no secret is set; local: open to every process of this uid"
+        cure = "set FABRIC_SECRET_FILE on all sides if other jobs share this uid or network (SECURITY.md)"
+        yield Check(group="security", name="handshakes", status="OK", found=found, cure=cure)
+    found = "not by fabric: data travels in clear text; local: it stays in the memory of this host"
+    yield Check(group="security", name="encryption", status="OK", found=found)
+
+
 def _script() -> Check:
     """Two other projects install a script called `fabric`."""
     first = shutil.which("fabric")
@@ -116,6 +163,21 @@ def _backends() -> Iterator[Check]:
     if not any(device.state == "up" for device in found.devices):
         cure = "`fabric devices` and `fabric plugins` say why"
         yield Check(group="backends", name="usable device", status="FAIL", found="none", wanted="one", cure=cure)
+
+
+def _backend_checks() -> Iterator[Check]:
+    """What backends look at themselves (`Backend.checks`); one that raises becomes a FAIL of its own."""
+    for plugin in discover(BACKENDS):
+        look = getattr(plugin.load(), "checks", None) if plugin.status == "ok" else None
+        if look is None:
+            continue
+        try:
+            for found in look():
+                yield Check.model_validate({"group": plugin.name, **found})
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            cure = f"a defect of {plugin.package}"
+            yield Check(group=plugin.name, name="checks", status="FAIL", found=text, cure=cure)
 
 
 def _live(peer: str) -> Iterator[Check]:

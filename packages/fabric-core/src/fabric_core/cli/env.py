@@ -12,10 +12,13 @@ from fabric_core.cli.guard import guarded
 from fabric_core.cli.models import Env, Report, Setting
 from fabric_core.cli.options import Json
 from fabric_core.cli.render import Column, console, emit_json, show_table, text_lines
-from fabric_core.config import OTHER_VARIABLES, PREFIX, Settings, allowed, unknown_variables
+from fabric_core.config import OTHER_VARIABLES, PREFIX, Settings, allowed, is_secret, unknown_variables
 from fabric_core.registry import BACKENDS, discover
 
 __all__ = ["command", "declared_variables", "gather"]
+
+
+HIDDEN = "(set, not shown)"
 
 
 def declared_variables() -> dict[str, str]:
@@ -46,7 +49,7 @@ def gather(pattern: str = "") -> Env:
     rows = [
         Setting(
             name=PREFIX + name.upper(),
-            value=_text(getattr(settings, name)),
+            value=_text(getattr(settings, name)) if not is_secret(name) else HIDDEN * (settings.secret is not None),
             source=sources[name],
             allowed=allowed(name),
             help=info.description or "",
@@ -78,7 +81,7 @@ def command(
         return
     if export:
         for row in data.settings:
-            mark = "" if row.source in ("env", "file") else "# "
+            mark = "" if row.source in ("env", "file") and row.value != HIDDEN else "# "
             print(f"# {row.help}\n{mark}export {row.name}={shlex.quote(row.value)}")
         return
     out = console()

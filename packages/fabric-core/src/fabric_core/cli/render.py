@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
+import typer
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fabric_core.cli.guard import BAD
 from fabric_core.cli.models import Report
 
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["Column", "console", "emit_json", "number", "rate", "show_table", "size", "text_lines"]
+__all__ = ["Column", "conclude", "console", "emit_json", "number", "rate", "show_table", "size", "text_lines"]
 
 _STYLES = {
     "ok": "green",
@@ -97,6 +99,16 @@ def text_lines(target: Console, *lines: str) -> None:
 def emit_json(report: Report[Any]) -> None:
     """Print the one JSON object."""
     print(report.model_dump_json(by_alias=True, indent=2))
+
+
+def conclude(report: Report[Any], show: Callable[[], None] | None) -> None:
+    """Print a report as `show` does, or as JSON without it; exit code BAD if it names problems."""
+    if show is None:
+        emit_json(report)
+    else:
+        show()
+    if report.problems:
+        raise typer.Exit(BAD)
 
 
 def number(value: float | None, digits: int = 2) -> str:

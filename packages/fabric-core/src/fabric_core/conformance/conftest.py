@@ -14,6 +14,7 @@ from fabric_core import TransferEngine
 from fabric_core.conformance.kit import Engines, Kit, Pair
 from fabric_core.conformance.plugin import nic_counts
 from fabric_core.conformance.remote import Remote, Remotes
+from fabric_core.registry import get_backend
 
 _serial = itertools.count(1)
 
@@ -65,6 +66,8 @@ def wide(engines: Engines, nics: int) -> Pair:
 
 @pytest.fixture
 def remotes(kit: Kit) -> Iterator[Remotes]:
+    if getattr(get_backend(kit.backend), "one_process", False):
+        pytest.skip(f"the backend {kit.backend} reaches no engine of another process")
     made = Remotes(kit)
     yield made
     made.end()

@@ -66,6 +66,7 @@ class Remote:
         try:
             opened = self.do(
                 "open",
+                within=DEADLINE + kit.slack,  # a Python starts and imports before it answers
                 backend=kit.backend,
                 nics=nics,
                 name=name,

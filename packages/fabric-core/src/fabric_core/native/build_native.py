@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 ENGINE_SOURCES = sorted(path for path in HERE.glob("*.c") if path.name != "door.c")
-LOCAL_SOURCES = sorted((HERE / "local").glob("*.c"))
-PLAIN_SOURCES = [*ENGINE_SOURCES, *LOCAL_SOURCES]
+# A folder NAME holds a part of its own: NAME/*.c, and NAME/cdef_NAME.h with what Python may call of it.
+PARTS = sorted(path for path in HERE.iterdir() if (path / f"cdef_{path.name}.h").is_file())
+PLAIN_SOURCES = [*ENGINE_SOURCES, *(source for part in PARTS for source in sorted(part.glob("*.c")))]
 SOURCES = [*PLAIN_SOURCES, HERE / "door.c"]
 INCLUDE = [HERE / "include", HERE]
 CFLAGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"]
@@ -37,6 +38,7 @@ SHIM_FUNCTIONS = """
     int fab_py_wait_fd(void *ctx);
     int fab_py_arm(void *ctx, int on);
     void fab_py_close(void *ctx);
+    int fab_py_counters(void *ctx, fab_counter *out, uint32_t cap);
 """
 SHIM_NAMES = re.findall(r"fab_py_(\w+)\(", SHIM_FUNCTIONS)
 SHIM_CDEF = f'extern "Python" {{{SHIM_FUNCTIONS}}}\nconst fab_domain_ops *fab_py_ops(void);\n'
@@ -56,12 +58,8 @@ static const fab_domain_ops *fab_py_ops(void) {{
 """
 
 
-PREAMBLE = """
-#include "fabric/domain.h"
-#include "fabric/engine.h"
-#include "local/local.h"
-#include "door.h"
-"""
+HEADERS = ["fabric/domain.h", "fabric/engine.h", *(f"{part.name}/cdef_{part.name}.h" for part in PARTS), "door.h"]
+PREAMBLE = "".join(f'#include "{header}"\n' for header in HEADERS)
 
 
 def declarations(header: Path) -> str:
@@ -85,7 +83,8 @@ def ffibuilder(extra_cflags: list[str] | None = None, extra_ldflags: list[str] |
     ffi = FFI()
     ffi.cdef(declarations(HERE / "include" / "fabric" / "domain.h"))
     ffi.cdef(declarations(HERE / "include" / "fabric" / "engine.h"))
-    ffi.cdef(declarations(HERE / "local" / "cdef_local.h"))
+    for part in PARTS:
+        ffi.cdef(declarations(part / f"cdef_{part.name}.h"))
     ffi.cdef(declarations(HERE / "door.h"))
     ffi.cdef(SHIM_CDEF)
     ffi.set_source(

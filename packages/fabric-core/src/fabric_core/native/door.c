@@ -216,7 +216,7 @@ static PyObject *store_u64(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Py_RETURN_NONE;
 }
 
-#define FAST(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
+#define FAST(name) {#name, (PyCFunction)(void (*)(void))(name), METH_FASTCALL, NULL}
 static PyMethodDef methods[] = {
     FAST(submit_write),     FAST(submit_paged),
     FAST(submit_many),      FAST(submit_send),

@@ -10,6 +10,7 @@ fab_engine *fab_engine_new(const fab_engine_cfg *cfg) {
     memset(e, 0, sizeof *e);
     e->cfg = *cfg;
     pthread_mutex_init(&e->setup, NULL);
+    pthread_rwlock_init(&e->domains, NULL);
     if (fab_pool_init(&e->locals, sizeof(fab_local), 1u << 20) ||
         fab_pool_init(&e->remotes, sizeof(fab_remote), 1u << 20) ||
         fab_pool_init(&e->expects, sizeof(fab_waiter), 1u << 20) ||
@@ -26,7 +27,7 @@ int fab_group_setup(fab_group *g) {
     if (fab_pool_init(&g->transfers, sizeof(fab_transfer), 1u << 20)) return -ENOMEM;
     g->peers = calloc(g->engine->cfg.max_peers, sizeof *g->peers);
     if (!g->peers) return -ENOMEM;
-    fab_timers_init(g, fab_now());
+    fab_timers_init(g, fab_time(g->engine));
     return 0;
 }
 
@@ -35,7 +36,7 @@ int fab_group_open(fab_engine *e, uint32_t nnics, const uint64_t *ops, const uin
     if (!nnics || nnics > FAB_MAX_NICS || e->ngroups >= FAB_MAX_GROUPS) return -EINVAL;
     for (uint32_t i = 0; i < nnics; i++) {
         const fab_domain_ops *table = (const fab_domain_ops *)(uintptr_t)ops[i];
-        if (!table || table->abi_version != FAB_ABI_VERSION || table->struct_size < sizeof *table) return -EPROTO;
+        if (!table || table->abi_version != FAB_ABI_VERSION || table->struct_size < FAB_DOMAIN_OPS_MIN) return -EPROTO;
     }
     fab_group *g = aligned_alloc(FAB_CACHELINE, (sizeof *g + FAB_CACHELINE - 1) / FAB_CACHELINE * FAB_CACHELINE);
     if (!g) return -ENOMEM;
@@ -44,6 +45,7 @@ int fab_group_open(fab_engine *e, uint32_t nnics, const uint64_t *ops, const uin
     g->index = e->ngroups;
     g->nnics = nnics;
     g->efd = -1;
+    atomic_init(&g->alive, (1u << nnics) - 1);
     fab_list_init(&g->active);
     fab_list_init(&g->watching);
     fab_list_init(&g->unposted);
@@ -53,8 +55,12 @@ int fab_group_open(fab_engine *e, uint32_t nnics, const uint64_t *ops, const uin
     int rc = 0;
     for (uint32_t i = 0; i < nnics; i++) {
         fab_nic *nic = &g->nics[i];
+        nic->group = g->index;
+        nic->index = i;
+        nic->batch = FAB_BATCH;
         nic->ops = (const fab_domain_ops *)(uintptr_t)ops[i];
         nic->ctx = (void *)(uintptr_t)ctx[i];
+        nic->pages = nic->ops->struct_size >= sizeof(fab_domain_ops) && nic->ops->post_pages;
         if (!rc) rc = nic->ops->caps(nic->ctx, &nic->caps);
         nic->fd = rc ? -1 : nic->ops->wait_fd(nic->ctx);
     }
@@ -96,7 +102,7 @@ int fab_group_caps(fab_engine *e, uint32_t group, uint32_t nic, fab_domain_caps 
 int fab_group_address(fab_engine *e, uint32_t group, uint32_t nic, char *buf, size_t cap) {
     if (group >= e->ngroups || nic >= e->groups[group]->nnics) return -EINVAL;
     fab_nic *n = &e->groups[group]->nics[nic];
-    return n->ops->address(n->ctx, buf, cap);
+    return atomic_load_explicit(&n->closed, memory_order_acquire) ? -ENETDOWN : n->ops->address(n->ctx, buf, cap);
 }
 
 /* ---- closing ---------------------------------------------------------------------------------------- */
@@ -133,14 +139,14 @@ static bool quiet(const fab_engine *e) {
 int fab_engine_close(fab_engine *e, uint64_t timeout_ns) {
     if (atomic_exchange_explicit(&e->closed, 1, memory_order_seq_cst)) return 0;
     fab_imm_sweep(e);
-    uint64_t until = fab_now() + timeout_ns;
+    uint64_t until = fab_time(e) + timeout_ns;
     for (uint32_t i = 0; i < e->ngroups; i++) stop_worker(e->groups[i]);
     /* Requests that were on their way are taken, everything is cancelled, and the NICs get time to let go. */
-    for (bool first = true; !quiet(e) && (first || fab_now() < until); first = false) {
+    for (bool first = true; !quiet(e) && (first || fab_time(e) < until); first = false) {
         for (uint32_t i = 0; i < e->ngroups; i++) {
             fab_group *g = e->groups[i];
             lock_group(g);
-            uint64_t now = fab_now();
+            uint64_t now = fab_time(e);
             fab_step(g, now);
             cancel_all(g, now);
             fab_group_unlock(g);
@@ -151,20 +157,23 @@ int fab_engine_close(fab_engine *e, uint64_t timeout_ns) {
     for (uint32_t i = 0; i < e->ngroups; i++) {
         fab_group *g = e->groups[i];
         lock_group(g); /* kept: nobody steps a closed group */
-        while (fab_ring_ready(&g->ring)) fab_step(g, fab_now());
-        cancel_all(g, fab_now());
-        pthread_mutex_lock(&e->setup);
+        while (fab_ring_ready(&g->ring)) fab_step(g, fab_time(e));
+        cancel_all(g, fab_time(e));
+        pthread_rwlock_wrlock(&e->domains);
         for (uint32_t k = 0; k < g->nnics; k++) {
-            g->nics[k].down = g->nics[k].closed = 1;
-            g->nics[k].ops->close(g->nics[k].ctx); /* after this no NIC touches memory */
+            fab_nic *nic = &g->nics[k];
+            atomic_store_explicit(&nic->down, 1, memory_order_relaxed);
+            if (!atomic_exchange_explicit(&nic->closed, 1, memory_order_relaxed))
+                nic->ops->close(nic->ctx); /* after this no NIC touches memory */
         }
-        pthread_mutex_unlock(&e->setup);
+        pthread_rwlock_unlock(&e->domains);
         uint32_t count = atomic_load_explicit(&g->transfers.count, memory_order_acquire);
         for (uint32_t n = 0; n < count; n++) { /* what a NIC would not let go of is quiet now, by force */
             fab_transfer *t = fab_pool_at(&g->transfers, n);
-            if (fab_slot_gen(&t->slot) & 1u &&
-                !(atomic_load_explicit(&t->state, memory_order_acquire) & FAB_PHASE_MASK) && t->outstanding)
-                fab_transfer_completed(g, t, t->outstanding, -ECANCELED, FAB_PEER_NONE, -1, fab_now());
+            for (uint32_t k = 0; k < g->nnics; k++)
+                if (fab_slot_gen(&t->slot) & 1u &&
+                    !(atomic_load_explicit(&t->state, memory_order_acquire) & FAB_PHASE_MASK) && t->at_nic[k])
+                    fab_transfer_completed(g, t, t->at_nic[k], -ECANCELED, FAB_PEER_NONE, (int32_t)k, fab_time(e));
         }
         if (g->index == 0) fab_expect_reap(g);
     }
@@ -179,7 +188,7 @@ void fab_engine_free(fab_engine *e) {
         fab_group *g = e->groups[i];
         uint32_t npeers = atomic_load_explicit(&g->npeers, memory_order_acquire);
         for (uint32_t k = 0; k < npeers; k++) {
-            fab_peer *peer = fab_peer_at(g, k);
+            fab_peer *peer = fab_peer_slot(g, k);
             for (uint32_t a = 0; a < peer->naddrs; a++) free(peer->addrs[a]);
             free(peer);
         }
@@ -205,5 +214,6 @@ void fab_engine_free(fab_engine *e) {
     fab_pool_fini(&e->expects);
     fab_pool_fini(&e->watchpool);
     pthread_mutex_destroy(&e->setup);
+    pthread_rwlock_destroy(&e->domains);
     free(e);
 }

@@ -75,8 +75,8 @@ typedef struct fab_remote {
 #define FAB_DROPPED 0x80000000u
 
 /* One target of a transfer: `npages` logical writes to one peer, each cut into `pieces` for NICs and maximum sizes.
- * Unit u is piece u % pieces of page u / pieces and leaves by NIC (nic0 + u) % nnics: so every NIC walks its own
- * units with a cursor of its own, and a full NIC does not hold up the others. */
+ * Unit u is piece u % pieces of page u / pieces and leaves by the NIC of rank (nic0 + u) % nnics in `nics`: so every NIC
+ * walks its own units with a cursor of its own, and a full NIC does not hold up the others. */
 typedef struct fab_work {
     fab_link link; /* in the peer's queue [lock] */
     struct fab_transfer *transfer;
@@ -88,6 +88,8 @@ typedef struct fab_work {
     uint64_t sstride, dstride;
     uint32_t npages, pieces, units, imm;
     uint8_t kind, has_imm, nic0, nnics;
+    uint8_t nics; /* mask of the nnics NICs it was cut for; one that is lost leaves its units to the others */
+    uint8_t pinned; /* the caller named the NIC: no other takes over */
     uint8_t final_imm; /* too many pieces for the split's denominator: immediates go after all payload is done */
     uint32_t next[FAB_MAX_NICS]; /* next unit of rotation slot s [lock] */
     uint32_t posted; /* units posted [lock] */
@@ -106,6 +108,8 @@ typedef struct fab_transfer {
     struct fab_group *group;
     uint64_t submitted_ns, posted_ns, bytes, timeout_ns;
     uint32_t outstanding, nworks, works_left; /* [lock] */
+    uint32_t at_nic[FAB_MAX_NICS]; /* outstanding, by NIC [lock] */
+    uint64_t units, ended; /* of all works; and those that ended well [lock] */
     uint8_t final_pending, cancelling; /* [lock] */
     fab_work one;
     fab_work *works; /* &one, or into `owned` */
@@ -126,6 +130,7 @@ typedef struct fab_waiter {
     uint64_t count, timeout_ns;
     uint32_t npeers;
     uint32_t *peers;
+    uint64_t flag; /* [slot's lock] bumped at the end */
     struct fab_engine *engine;
 } fab_waiter;
 
@@ -147,17 +152,27 @@ typedef struct fab_imm_table {
 } fab_imm_table;
 
 enum { FAB_PEER_NEW = 0, FAB_PEER_CONNECTING, FAB_PEER_READY, FAB_PEER_LOST };
-typedef struct fab_peer_nic {
-    uint32_t id; /* the domain's number */
-    uint8_t open, up;
+typedef struct fab_peer_nic { /* the path over one NIC */
+    uint32_t id, former_id; /* the domain's number, and the one before the path was opened anew */
+    int32_t status; /* why it was lost last [lock] */
+    uint64_t retry_at, backoff; /* [lock] */
+    fab_event_node event;
+    _Atomic uint32_t event_queued;
+    _Atomic int32_t told; /* what the event says: 0, it is up */
+    struct fab_peer *peer;
     _Atomic uint64_t bytes, ops, errors;
 } fab_peer_nic;
 
 struct fab_peer {
-    uint32_t index, naddrs, group;
-    char *addrs[FAB_MAX_NICS];
+    _Atomic uint32_t number; /* generation << 16 | slot: a number kept too long names nobody */
+    _Atomic uint32_t users; /* descriptors, messages and expectations that name it: not forgotten while there are any */
+    uint32_t naddrs, group;
+    uint64_t lost_ns; /* [lock] */
+    char *addrs[FAB_MAX_NICS]; /* [lock], or [engine->setup] */
     _Atomic uint32_t state; /* written under [lock] */
     int32_t status; /* why it was lost [lock] */
+    uint32_t opening, up; /* masks of NICs [lock] */
+    _Atomic uint32_t usable; /* mask of the NICs that new transfers are cut for */
     fab_link queue; /* works not fully posted [lock] */
     fab_link active; /* among the group's peers with work [lock] */
     fab_peer_nic nic[FAB_MAX_NICS];
@@ -169,6 +184,8 @@ typedef struct fab_recv {
     fab_link link; /* waiting to be posted [lock] */
     fab_event_node event;
     uint32_t pool, cap;
+    uint32_t home; /* the NIC it is a spare of; 0: it goes to the first NIC that is up */
+    uint32_t nic; /* where it is posted, UINT32_MAX: nowhere [lock] */
     uint64_t len;
     _Atomic uint32_t closed;
     fab_link all; /* among all buffers of the group [engine->setup] */
@@ -180,7 +197,13 @@ typedef struct fab_nic {
     void *ctx;
     fab_domain_caps caps;
     int fd;
-    uint8_t down, closed;
+    uint32_t batch; /* requests to make for it at a time [lock] */
+    bool pages; /* it takes pages as one request */
+    _Atomic uint8_t down, closed; /* written under [lock] */
+    _Atomic int32_t status; /* why it is down, 0: it is not; written under [lock] */
+    fab_event_node event;
+    _Atomic uint32_t event_queued;
+    uint32_t group, index;
 } fab_nic;
 
 typedef struct fab_counters {
@@ -200,6 +223,7 @@ struct fab_group {
     struct fab_engine *engine;
     uint32_t index, nnics;
     fab_nic nics[FAB_MAX_NICS];
+    _Atomic uint32_t alive; /* mask of those that are not down, written under [lock] */
     fab_pool transfers;
     fab_link active; /* peers with work [lock] */
     fab_link watching; /* expectations that name peers [lock] */
@@ -207,7 +231,6 @@ struct fab_group {
     fab_link wheel[FAB_WHEEL];
     uint64_t tick;
     _Atomic uint32_t ntimers;
-    uint32_t rotate; /* first NIC of the next transfer */
     uint32_t outstanding;
     _Atomic uint32_t npeers;
     _Atomic(fab_peer *) *peers; /* max_peers pointers */
@@ -242,7 +265,10 @@ struct fab_engine {
     _Atomic uint32_t closed;
     uint32_t ngroups;
     fab_group *groups[FAB_MAX_GROUPS];
-    pthread_mutex_t setup; /* opening, registering, first use of a peer: never on the hot path */
+    pthread_mutex_t setup; /* lists and tables of what is opened; held for a few instructions, also by a worker */
+    /* Shared: a domain's functions are called outside the worker (registering: a backend may wait there for a peer that
+     * stands still). Alone: the domain is closed. */
+    pthread_rwlock_t domains;
     fab_pool locals, remotes, expects, watchpool;
     fab_imm_table imms;
     _Atomic(fab_waiter *) ended;
@@ -258,7 +284,13 @@ struct fab_engine {
     pthread_t watcher;
     _Atomic uint32_t watcher_on;
     _Atomic uint32_t nwatches, watch_closed;
+    _Atomic uint32_t watch_round; /* odd while the watcher looks at its words, and calls */
 };
+
+/* The engine's time: the monotonic clock, or the simulator's. A branch that is always taken the same way. */
+static inline uint64_t fab_time(const fab_engine *e) {
+    return __builtin_expect(e->cfg.clock != NULL, 0) ? *e->cfg.clock : fab_now();
+}
 
 /* handles: generation << 32 | group << 24 | index (transfers); generation << 32 | index (the rest) */
 #define FAB_HANDLE(gen, group, index) ((uint64_t)(gen) << 32 | (uint64_t)(group) << 24 | (index))
@@ -284,6 +316,8 @@ static inline uint64_t fab_expect_handle(const fab_waiter *x) {
 /* requests in the ring */
 enum { FAB_RQ_TRANSFER = 1, FAB_RQ_CANCEL, FAB_RQ_EXPECT, FAB_RQ_RECV };
 
+enum { FAB_EV_PATH = 100 }; /* a FAB_EV_NIC whose node is a path's */
+
 /* events.c */
 void fab_event_push(fab_engine *e, fab_event_node *node, uint32_t kind);
 void fab_fault(fab_engine *e, int32_t status);
@@ -298,7 +332,19 @@ void fab_imm_sweep(fab_engine *e);
 void fab_expect_peer_lost(fab_group *g, fab_peer *peer);
 void fab_expect_begin(fab_group *g, uint64_t handle, uint64_t now);
 
+/* memory.c */
+void fab_remote_free(fab_engine *e, fab_remote *remote);
+
 /* flag.c */
+/* The memory of a transfer, looked up and checked (submit.c): 0, or what the submits return. */
+typedef struct fab_ends {
+    fab_local *local;
+    fab_remote *remote;
+} fab_ends;
+int fab_ends_find(fab_engine *e, uint64_t local, uint64_t remote, fab_ends *out);
+bool fab_imm_ok(int64_t imm);
+bool fab_pages_inside(uint64_t len, const uint32_t *idx, uint32_t n, uint64_t stride, uint64_t off, uint64_t page);
+
 void fab_flag_hold(uint64_t flag);
 void fab_flag_let_go(uint64_t flag);
 void fab_flag_bump(uint64_t flag, bool well);
@@ -322,23 +368,33 @@ void fab_transfer_free(fab_transfer *t);
 void fab_transfer_let_go(fab_transfer *t); /* of the memory it names */
 
 /* shard.c */
-void fab_work_split(fab_work *w, const fab_group *g, int32_t pin, uint32_t rotate);
+void fab_work_split(fab_work *w, const fab_group *g, int32_t pin, uint32_t rotate, uint32_t targets);
 void fab_work_unit(const fab_work *w, uint32_t unit, uint32_t nic, fab_wr *wr);
 
 /* post.c, peer.c [lock] */
 uint32_t fab_post_all(fab_group *g, uint64_t now);
 void fab_peer_connect(fab_group *g, fab_peer *peer, uint64_t now);
 void fab_peer_lose(fab_group *g, fab_peer *peer, int32_t status, int32_t nic, uint64_t now);
-void fab_peer_up(fab_group *g, uint32_t nic, uint32_t id);
+void fab_peer_up(fab_group *g, uint32_t nic, uint32_t id, uint64_t now);
 void fab_peer_down(fab_group *g, uint32_t nic, uint32_t id, int32_t status, uint64_t now);
 void fab_peer_activate(fab_group *g, fab_peer *peer);
-fab_peer *fab_peer_at(fab_group *g, uint32_t index);
+void fab_peer_mend(fab_group *g, fab_peer *peer, uint64_t now);
+fab_peer *fab_peer_at(fab_group *g, uint32_t number); /* NULL: forgotten */
+fab_peer *fab_peer_slot(fab_group *g, uint32_t slot);
+fab_peer *fab_peer_hold(fab_group *g, uint32_t number); /* the same, and keeps it from being forgotten */
+void fab_peer_let_go(fab_peer *peer);
 
 /* stats.c: counts a duration in a histogram of power-of-two buckets */
 void fab_hist_count(_Atomic uint64_t *hist, uint64_t from, uint64_t to);
 
+/* nic.c [lock] */
+void fab_nic_down(fab_group *g, uint32_t index, int32_t status, uint64_t now);
+void fab_nic_broken(fab_group *g, uint32_t index, int32_t status, uint64_t now);
+void fab_nic_up(fab_group *g, uint32_t index);
+
 /* recv.c [lock] */
 void fab_recv_post_pending(fab_group *g);
+void fab_recv_take_back(fab_group *g, uint32_t nic);
 void fab_recv_done(fab_group *g, uint64_t id, uint64_t len, int32_t status);
 
 /* worker.c */
@@ -348,7 +404,7 @@ void fab_group_unlock(fab_group *g); /* and look once more for what came meanwhi
 uint32_t fab_group_help(fab_group *g, bool polling); /* step once if nobody else does */
 bool fab_group_arm(fab_group *g); /* false: something happened, do not sleep */
 void fab_group_kick(fab_group *g); /* wake the worker if it sleeps */
-void *fab_worker_main(void *group);
+void *fab_worker_main(void *arg); /* a group */
 int fab_ring_submit(fab_group *g, uint32_t kind, int32_t arg, void *ptr, uint64_t value);
 
 #endif

@@ -79,7 +79,24 @@ static bool translate(fab_engine *e, fab_event_node *node, fab_event *out) {
     case FAB_EV_PEER_LOST: {
         fab_peer *p = FAB_CONTAINER(node, fab_peer, event);
         atomic_store_explicit(&p->event_queued, 0, memory_order_release);
-        out->id = (uint64_t)p->group << 32 | p->index;
+        out->id = (uint64_t)p->group << 32 | p->number;
+        return true;
+    }
+    case FAB_EV_NIC: { /* the flag is cleared first: a change after the status was read queues the node again */
+        fab_nic *nic = FAB_CONTAINER(node, fab_nic, event);
+        atomic_store_explicit(&nic->event_queued, 0, memory_order_seq_cst);
+        out->id = (uint64_t)nic->group << 32 | nic->index;
+        out->a = FAB_PEER_NONE;
+        out->status = atomic_load_explicit(&nic->status, memory_order_seq_cst);
+        return true;
+    }
+    case FAB_EV_PATH: {
+        fab_peer_nic *path = FAB_CONTAINER(node, fab_peer_nic, event);
+        atomic_store_explicit(&path->event_queued, 0, memory_order_seq_cst);
+        out->kind = FAB_EV_NIC;
+        out->id = (uint64_t)path->peer->group << 32 | (uint32_t)(path - path->peer->nic);
+        out->a = path->peer->number;
+        out->status = atomic_load_explicit(&path->told, memory_order_seq_cst);
         return true;
     }
     case FAB_EV_FAULT:

@@ -2,6 +2,7 @@
  *
  * A flag of Python's lives as long as the object or an operation that names it, whichever is longer; its address is
  * given with the lowest bit set. Any other address is the caller's own word, which the caller keeps. */
+#include "cuda/cuda.h"
 #include "engine_internal.h"
 
 #include <limits.h>
@@ -9,18 +10,31 @@
 typedef struct fab_flag {
     _Atomic uint64_t word;
     _Atomic uint32_t users; /* the Python object, and operations in flight */
+    int32_t device; /* of a word that GPUs reach too; -1: plain memory */
 } fab_flag;
+_Static_assert(sizeof(fab_flag) <= FAB_CUDA_WORD, "a flag fits into one of the words that GPUs reach");
 
 uint64_t fab_flag_new(void) {
     fab_flag *flag = calloc(1, sizeof *flag);
     if (!flag) return 0;
     atomic_init(&flag->users, 1);
+    flag->device = -1;
     return (uint64_t)(uintptr_t)flag;
 }
 
-void fab_flag_drop(uint64_t address) {
-    fab_flag *flag = (fab_flag *)(uintptr_t)(address & ~UINT64_C(1));
-    if (flag && atomic_fetch_sub_explicit(&flag->users, 1, memory_order_acq_rel) == 1) free(flag);
+uint64_t fab_flag_new_on(int32_t device) {
+    fab_flag *flag = (fab_flag *)(uintptr_t)fab_cuda_word_new(device);
+    if (!flag) return 0;
+    atomic_init(&flag->users, 1);
+    flag->device = device;
+    return (uint64_t)(uintptr_t)flag;
+}
+
+void fab_flag_drop(uint64_t flag) {
+    fab_flag *f = (fab_flag *)(uintptr_t)(flag & ~UINT64_C(1));
+    if (!f || atomic_fetch_sub_explicit(&f->users, 1, memory_order_acq_rel) != 1) return;
+    if (f->device >= 0) fab_cuda_word_free((uint64_t)(uintptr_t)f);
+    else free(f);
 }
 
 void fab_flag_hold(uint64_t flag) {

@@ -66,6 +66,7 @@ static uint64_t arrived(const fab_imm_slot *slot) {
 /* The one place where an expectation ends: once, since the caller holds the slot's lock and has just taken it off the
  * slot's queue (C1). */
 static void end(fab_engine *e, fab_waiter *x, uint32_t phase, int32_t err, uint32_t peer) {
+    uint64_t flag = x->flag;
     x->err = err;
     x->err_peer = peer;
     /* release: err is visible to whoever sees the phase; acquire: with the flags that a waiter set */
@@ -75,6 +76,7 @@ static void end(fab_engine *e, fab_waiter *x, uint32_t phase, int32_t err, uint3
     fab_waiter *head = atomic_load_explicit(&e->ended, memory_order_relaxed);
     do x->ended = head;
     while (!atomic_compare_exchange_weak_explicit(&e->ended, &head, x, memory_order_release, memory_order_relaxed));
+    if (flag) fab_flag_bump(flag, phase == FAB_DONE);
 }
 
 /* Called with the slot's lock: everything that the count has reached. */
@@ -163,6 +165,12 @@ void fab_imm_arrive(fab_engine *e, uint32_t imm, uint32_t count) {
 
 /* ---- expectations ---------------------------------------------------------------------------------- */
 
+static void discard(fab_waiter *x) {
+    for (uint32_t i = 0; i < x->npeers; i++) fab_peer_let_go(fab_peer_at(x->engine->groups[0], x->peers[i]));
+    free(x->peers);
+    fab_pool_free(&x->engine->expects, x);
+}
+
 /* [lock of group 0] takes ended expectations off the group's lists; then their slots may be used again */
 void fab_expect_reap(fab_group *g) {
     if (!atomic_load_explicit(&g->engine->ended, memory_order_relaxed)) return;
@@ -171,10 +179,7 @@ void fab_expect_reap(fab_group *g) {
         fab_waiter *next = x->ended;
         fab_timer_remove(g, &x->timer);
         if (fab_linked(&x->watch)) fab_list_remove(&x->watch);
-        if (atomic_fetch_or_explicit(&x->state, FAB_REAPED, memory_order_acq_rel) & FAB_RELEASED) {
-            free(x->peers);
-            fab_pool_free(&g->engine->expects, x);
-        }
+        if (atomic_fetch_or_explicit(&x->state, FAB_REAPED, memory_order_acq_rel) & FAB_RELEASED) discard(x);
         x = next;
     }
 }
@@ -191,7 +196,10 @@ static void abandon(fab_engine *e, fab_waiter *x, uint32_t phase, int32_t err, u
     fab_spin_unlock(&slot->lock);
 }
 
-void fab_expect_expire(fab_engine *e, fab_waiter *x) { abandon(e, x, FAB_FAILED, -ETIME, FAB_PEER_NONE); }
+void fab_expect_expire(fab_engine *e, fab_waiter *x) {
+    uint32_t culprit = x->npeers == 1 ? x->peers[0] : FAB_PEER_NONE; /* of several, who is missing is not known */
+    abandon(e, x, FAB_FAILED, -ETIME, culprit);
+}
 
 void fab_expect_begin(fab_group *g, uint64_t handle, uint64_t now) {
     fab_waiter *x = fab_expect_get(g->engine, handle);
@@ -211,8 +219,8 @@ void fab_expect_peer_lost(fab_group *g, fab_peer *peer) {
         next = link->next;
         fab_waiter *x = FAB_CONTAINER(link, fab_waiter, watch);
         for (uint32_t i = 0; i < x->npeers; i++) {
-            if (x->peers[i] != peer->index) continue;
-            abandon(g->engine, x, FAB_FAILED, peer->status, peer->index);
+            if (x->peers[i] != peer->number) continue;
+            abandon(g->engine, x, FAB_FAILED, peer->status, peer->number);
             break;
         }
     }
@@ -224,8 +232,6 @@ int64_t fab_expect(fab_engine *e, uint32_t imm, uint64_t count, uint64_t timeout
     fab_imm_slot *slot = slot_of(e, imm);
     if (!slot || count > UNITS_MASK / FAB_IMM_UNIT / 2) return -EINVAL;
     fab_group *g = e->groups[0];
-    for (uint32_t i = 0; i < npeers; i++)
-        if (!fab_peer_at(g, peers[i])) return -EINVAL;
     fab_waiter *x = fab_pool_alloc(&e->expects);
     if (!x) return -EAGAIN;
     memset((char *)x + sizeof(fab_slot), 0, sizeof *x - sizeof(fab_slot));
@@ -241,7 +247,11 @@ int64_t fab_expect(fab_engine *e, uint32_t imm, uint64_t count, uint64_t timeout
             return -ENOMEM;
         }
         memcpy(x->peers, peers, sizeof *peers * npeers);
-        x->npeers = npeers;
+        for (; x->npeers < npeers; x->npeers++)
+            if (!fab_peer_hold(g, peers[x->npeers])) {
+                discard(x);
+                return -ESRCH;
+            }
     }
     uint64_t handle = fab_expect_handle(x);
     /* into the slot's queue first (so that a lost peer or a deadline finds it there), then to group 0 */
@@ -253,8 +263,7 @@ int64_t fab_expect(fab_engine *e, uint32_t imm, uint64_t count, uint64_t timeout
                                                                         : 0;
     if (rc) {
         fab_spin_unlock(&slot->lock);
-        free(x->peers);
-        fab_pool_free(&e->expects, x);
+        discard(x);
         return rc;
     }
     fab_list_append(&slot->waiting, &x->queue);
@@ -306,12 +315,24 @@ int fab_expect_notify(fab_engine *e, uint64_t handle) {
     return 0;
 }
 
+/* Has `flag` bumped when it ends, at once if it has. One flag per expectation. */
+int fab_expect_flag(fab_engine *e, uint64_t handle, uint64_t flag) {
+    fab_waiter *x = fab_expect_get(e, handle);
+    if (!x) return -EBADF;
+    fab_imm_slot *slot = &e->imms.slots[FAB_IMM_SLOT(x->imm)];
+    fab_spin_lock(&slot->lock); /* it ends under this lock, and is off the queue then */
+    bool waits = fab_linked(&x->queue);
+    fab_flag_hold(flag);
+    if (waits) x->flag = flag;
+    fab_spin_unlock(&slot->lock);
+    if (!waits)
+        fab_flag_bump(flag, (atomic_load_explicit(&x->state, memory_order_acquire) & FAB_PHASE_MASK) == FAB_DONE);
+    return 0;
+}
+
 int fab_expect_release(fab_engine *e, uint64_t handle) {
     fab_waiter *x = fab_expect_get(e, handle);
     if (!x) return -EBADF;
-    if (atomic_fetch_or_explicit(&x->state, FAB_RELEASED, memory_order_acq_rel) & FAB_REAPED) {
-        free(x->peers);
-        fab_pool_free(&e->expects, x);
-    }
+    if (atomic_fetch_or_explicit(&x->state, FAB_RELEASED, memory_order_acq_rel) & FAB_REAPED) discard(x);
     return 0;
 }

@@ -3,6 +3,13 @@
 
 #include <sys/mman.h>
 
+/* [domains] with the first n NICs */
+static void deregister(fab_group *g, const fab_local *local, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++)
+        if (!atomic_load_explicit(&g->nics[i].closed, memory_order_relaxed))
+            g->nics[i].ops->mr_dereg(g->nics[i].ctx, local->local_key[i]);
+}
+
 int64_t fab_mem_reg(fab_engine *e, uint32_t group, const fab_mr *mr, fab_mr_keys *keys) {
     if (!e) return -ESHUTDOWN;
     if (group >= e->ngroups || mr->addr + mr->len < mr->addr) return -EINVAL;
@@ -16,19 +23,22 @@ int64_t fab_mem_reg(fab_engine *e, uint32_t group, const fab_mr *mr, fab_mr_keys
     local->len = mr->len;
     local->access = mr->access;
     local->group = g;
-    pthread_mutex_lock(&e->setup); /* against close */
+    pthread_rwlock_rdlock(&e->domains); /* against close */
     int rc = atomic_load_explicit(&e->closed, memory_order_acquire) ? -ESHUTDOWN : 0;
     for (uint32_t i = 0; i < g->nnics && !rc; i++) {
+        keys[i] = (fab_mr_keys){0, 0, 0};
+        local->local_key[i] = 0;
+        if (atomic_load_explicit(&g->nics[i].closed, memory_order_relaxed)) continue; /* broken: nobody gets there */
         rc = g->nics[i].ops->mr_reg(g->nics[i].ctx, mr, &keys[i]);
         if (rc >= 0) {
             local->local_key[i] = keys[i].local_key;
             rc = 0;
         } else {
-            while (i-- > 0) g->nics[i].ops->mr_dereg(g->nics[i].ctx, local->local_key[i]);
+            deregister(g, local, i);
             break;
         }
     }
-    pthread_mutex_unlock(&e->setup);
+    pthread_rwlock_unlock(&e->domains);
     if (rc) {
         fab_pool_free(&e->locals, local);
         return rc;
@@ -60,18 +70,17 @@ int fab_mem_dereg(fab_engine *e, uint64_t handle, uint64_t timeout_ns) {
     if (!local) return -EBADF;
     fab_group *g = local->group;
     if (atomic_exchange_explicit(&local->closing, 1, memory_order_seq_cst)) return -EBADF;
-    uint64_t until = fab_now() + timeout_ns;
+    uint64_t until = fab_time(e) + timeout_ns;
     while (atomic_load_explicit(&local->users, memory_order_seq_cst)) {
         if (!fab_group_help(g, false)) sched_yield();
-        if (fab_now() > until) {
+        if (fab_time(e) >= until && atomic_load_explicit(&local->users, memory_order_seq_cst)) {
             atomic_store_explicit(&local->closing, 0, memory_order_seq_cst);
             return -EBUSY;
         }
     }
-    pthread_mutex_lock(&e->setup);
-    if (!atomic_load_explicit(&e->closed, memory_order_acquire))
-        for (uint32_t i = 0; i < g->nnics; i++) g->nics[i].ops->mr_dereg(g->nics[i].ctx, local->local_key[i]);
-    pthread_mutex_unlock(&e->setup);
+    pthread_rwlock_rdlock(&e->domains);
+    if (!atomic_load_explicit(&e->closed, memory_order_acquire)) deregister(g, local, g->nnics);
+    pthread_rwlock_unlock(&e->domains);
     fab_pool_free(&e->locals, local);
     return 0;
 }
@@ -80,10 +89,13 @@ int64_t fab_remote_add(fab_engine *e, uint32_t group, uint32_t peer, uint64_t le
                        const uint64_t *keys, const uint64_t *bases) {
     if (!e) return -ESHUTDOWN;
     if (group >= e->ngroups || !nkeys || nkeys > FAB_MAX_NICS) return -EINVAL;
-    fab_peer *p = fab_peer_at(e->groups[group], peer);
-    if (!p) return -EINVAL;
+    fab_peer *p = fab_peer_hold(e->groups[group], peer);
+    if (!p) return -ESRCH;
     fab_remote *remote = fab_pool_alloc(&e->remotes);
-    if (!remote) return -ENOSPC;
+    if (!remote) {
+        fab_peer_let_go(p);
+        return -ENOSPC;
+    }
     atomic_store_explicit(&remote->users, 0, memory_order_relaxed);
     remote->len = len;
     remote->access = access;
@@ -95,10 +107,14 @@ int64_t fab_remote_add(fab_engine *e, uint32_t group, uint32_t peer, uint64_t le
     return (int64_t)FAB_HANDLE(fab_slot_gen(&remote->slot), 0, remote->slot.index);
 }
 
+void fab_remote_free(fab_engine *e, fab_remote *remote) {
+    fab_peer_let_go(remote->peer);
+    fab_pool_free(&e->remotes, remote);
+}
+
 int fab_remote_drop(fab_engine *e, uint64_t handle) {
     fab_remote *remote = e ? fab_pool_get(&e->remotes, (uint32_t)handle, (uint32_t)(handle >> 32)) : NULL;
     if (!remote) return -EBADF;
-    if (atomic_fetch_or_explicit(&remote->users, FAB_DROPPED, memory_order_acq_rel) == 0)
-        fab_pool_free(&e->remotes, remote);
+    if (atomic_fetch_or_explicit(&remote->users, FAB_DROPPED, memory_order_acq_rel) == 0) fab_remote_free(e, remote);
     return 0;
 }

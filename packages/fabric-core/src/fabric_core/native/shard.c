@@ -1,6 +1,9 @@
 /* How a logical write becomes pieces for NICs: exact for every length and number of NICs (C5), one count (C4). */
 #include "engine_internal.h"
 
+#define MANY_TARGETS \
+    4u /* times as long a write is cut (128 KiB): where the simulator sees no difference, docs/simulator.md */
+
 /* A part of `len` cut into `pieces`: piece i is [len*i/pieces, len*(i+1)/pieces), computed without overflow, so that
  * every byte is in exactly one piece. Cut points are moved down to cache lines where pieces are large enough. */
 static uint64_t cut(uint64_t len, uint32_t pieces, uint32_t i) {
@@ -10,22 +13,26 @@ static uint64_t cut(uint64_t len, uint32_t pieces, uint32_t i) {
     return whole >= 2 * FAB_CACHELINE ? at / FAB_CACHELINE * FAB_CACHELINE : at;
 }
 
-/* Decides pieces, NICs and the form of the immediate. `pin` < 0: any NIC. */
-void fab_work_split(fab_work *w, const fab_group *g, int32_t pin, uint32_t rotate) {
+/* Decides pieces, NICs and the form of the immediate. `pin` < 0: any NIC. `targets`: works of the transfer. */
+void fab_work_split(fab_work *w, const fab_group *g, int32_t pin, uint32_t rotate, uint32_t targets) {
     uint64_t max = 0; /* the smallest limit of the NICs that may carry it */
     for (uint32_t i = 0; i < g->nnics; i++) {
-        uint64_t limit = g->nics[i].caps.max_write;
+        uint64_t limit = g->nics[i].caps.max_write; /* of all of them: one may take over from another */
         if ((pin < 0 || (uint32_t)pin == i) && limit && (!max || limit < max)) max = limit;
     }
     uint64_t pieces = 1;
+    w->pinned = pin >= 0;
+    w->nnics = 1;
+    w->nic0 = 0;
+    w->nics = (uint8_t)(1u << (pin < 0 ? 0 : pin)); /* messages use the first NIC that is up (paper, section 3) */
     if (pin < 0 && w->kind == FAB_WR_WRITE) {
-        w->nnics = (uint8_t)g->nnics;
-        w->nic0 = (uint8_t)(rotate % g->nnics);
-        /* a single large write goes over all NICs; pages and targets go round robin whole */
-        if (w->npages == 1 && w->len >= g->engine->cfg.shard_bytes) pieces = g->nnics;
-    } else {
-        w->nnics = 1;
-        w->nic0 = (uint8_t)(pin < 0 ? 0 : pin); /* messages use the first NIC (paper, section 3) */
+        w->nics = (uint8_t)atomic_load_explicit(&w->peer->usable, memory_order_relaxed);
+        w->nnics = (uint8_t)__builtin_popcount(w->nics);
+        w->nic0 = (uint8_t)(rotate % w->nnics);
+        /* A single large write goes over all NICs; pages go round robin whole, and so do targets, of which there are
+         * enough for all NICs, up to a length at which more requests cost less than NICs that wait for the last one. */
+        uint64_t least = g->engine->cfg.shard_bytes * (targets < w->nnics ? 1 : MANY_TARGETS);
+        if (w->npages == 1 && w->len >= least) pieces = w->nnics;
     }
     if (max && w->kind == FAB_WR_WRITE) {
         uint64_t least = w->len / max + (w->len % max != 0);

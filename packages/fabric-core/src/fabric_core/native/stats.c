@@ -1,5 +1,6 @@
 /* Counters, read while others count (relaxed: each is right, their sum may be a moment apart), and the native table. */
 #include "engine_internal.h"
+#include "fabric/contact.h"
 
 void fab_hist_count(_Atomic uint64_t *hist, uint64_t from, uint64_t to) {
     uint64_t ns = to > from ? to - from : 0;
@@ -35,6 +36,19 @@ int fab_engine_stats(fab_engine *e, uint32_t group, fab_stats *out) {
     return 0;
 }
 
+int fab_nic_counters(fab_engine *e, uint32_t group, uint32_t nic, fab_counter *out, uint32_t cap) {
+    if (!e) return -ESHUTDOWN;
+    if (group >= e->ngroups || nic >= e->groups[group]->nnics) return -EINVAL;
+    fab_nic *n = &e->groups[group]->nics[nic];
+    if (n->ops->struct_size < offsetof(fab_domain_ops, post_pages) || !n->ops->counters) return 0;
+    pthread_rwlock_rdlock(&e->domains); /* against close */
+    int rc = n->closed ? 0 : n->ops->counters(n->ctx, out, cap);
+    pthread_rwlock_unlock(&e->domains);
+    return rc;
+}
+
+static const void *contact_api(void) { return fab_contact_api_get(); }
+
 static const fab_native_table table = {
     .version = 1,
     .struct_size = sizeof(fab_native_table),
@@ -59,6 +73,7 @@ static const fab_native_table table = {
     .imm_alloc = fab_imm_alloc,
     .imm_free = fab_imm_free,
     .watch_close = fab_watch_close,
+    .contact_api = contact_api,
 };
 
 const fab_native_table *fab_native_api(void) { return &table; }

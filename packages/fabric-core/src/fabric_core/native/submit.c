@@ -2,13 +2,7 @@
  * and nothing here waits (C8): what does not fit is -EAGAIN. */
 #include "engine_internal.h"
 
-/* The memory of a transfer, looked up and checked. */
-typedef struct ends {
-    fab_local *local;
-    fab_remote *remote;
-} ends;
-
-static int look_up(fab_engine *e, uint64_t local, uint64_t remote, ends *out) {
+int fab_ends_find(fab_engine *e, uint64_t local, uint64_t remote, fab_ends *out) {
     if (!e) return -ESHUTDOWN; /* the child of a fork: base.py takes its engines away */
     out->local = fab_pool_get(&e->locals, (uint32_t)local, (uint32_t)(local >> 32));
     if (!out->local || atomic_load_explicit(&out->local->closing, memory_order_acquire)) return -EBADF;
@@ -21,7 +15,7 @@ static int look_up(fab_engine *e, uint64_t local, uint64_t remote, ends *out) {
 
 static inline bool inside(uint64_t len, uint64_t off, uint64_t count) { return off <= len && count <= len - off; }
 
-static bool imm_ok(int64_t imm) { return imm < 0 || imm >> 29 == 0; }
+bool fab_imm_ok(int64_t imm) { return imm < 0 || imm >> 29 == 0; }
 
 static int fresh(fab_engine *e, fab_group *g, uint32_t op, uint64_t timeout_ns, uint64_t flag, fab_transfer **out) {
     /* counted first, then `closed` is read; close sets that and then waits for the count to fall to zero */
@@ -46,10 +40,11 @@ static int fresh(fab_engine *e, fab_group *g, uint32_t op, uint64_t timeout_ns, 
     t->flag = flag;
     fab_flag_hold(flag);
     t->group = g;
-    t->submitted_ns = fab_now();
+    t->submitted_ns = fab_time(e);
     t->posted_ns = t->bytes = 0;
     t->timeout_ns = timeout_ns ? timeout_ns : e->cfg.timeout_ns;
-    t->outstanding = t->works_left = 0;
+    /* `outstanding`, `works_left` and `at_nic` are 0 since its last owner ended: not written, because a close may look now */
+    t->units = t->ended = 0;
     t->final_pending = t->cancelling = 0;
     t->nworks = 1;
     t->works = &t->one;
@@ -67,8 +62,8 @@ static void unmake(fab_transfer *t) {
     fab_transfer_free(t);
 }
 
-static void fill(fab_work *w, const ends *at, uint8_t kind, uint64_t loff, uint64_t roff, uint64_t len, uint32_t npages,
-                 int64_t imm) {
+static void fill(fab_work *w, const fab_ends *at, uint8_t kind, uint64_t loff, uint64_t roff, uint64_t len,
+                 uint32_t npages, int64_t imm) {
     w->link.next = w->link.prev = NULL;
     w->local = at->local;
     w->remote = at->remote;
@@ -103,7 +98,7 @@ static int64_t launch(fab_engine *e, fab_transfer *t, uint64_t local) {
     }
     FAB_COUNT(g->stats.submitted, 1);
     if (bytes <= e->cfg.inline_bytes && !e->cfg.busy && !g->shy && fab_group_try(g)) {
-        fab_step(g, fab_now());
+        fab_step(g, fab_time(e));
         /* Left to do: something that did not fit, or a completion that nobody asked to be woken for. */
         bool more =
             !fab_list_empty(&g->active) || (g->outstanding && !atomic_load_explicit(&g->armed, memory_order_relaxed));
@@ -119,23 +114,23 @@ static int64_t launch(fab_engine *e, fab_transfer *t, uint64_t local) {
 
 int64_t fab_submit_write(fab_engine *e, uint64_t local, uint64_t loff, uint64_t remote, uint64_t roff, uint64_t len,
                          int64_t imm, int32_t nic, uint64_t timeout_ns, uint64_t flag) {
-    ends at;
-    int rc = look_up(e, local, remote, &at);
+    fab_ends at;
+    int rc = fab_ends_find(e, local, remote, &at);
     if (rc) return rc;
     fab_group *g = at.local->group;
     if (!inside(at.local->len, loff, len) || !inside(at.remote->len, roff, len)) return -ERANGE;
-    if (!imm_ok(imm)) return -EINVAL;
+    if (!fab_imm_ok(imm)) return -EINVAL;
     if (nic >= (int32_t)g->nnics) return -ENODEV;
     fab_transfer *t;
     if ((rc = fresh(e, g, FAB_OP_WRITE, timeout_ns, flag, &t))) return rc;
     fill(&t->one, &at, FAB_WR_WRITE, loff, roff, len, 1, imm);
-    fab_work_split(&t->one, g, nic, t->slot.index);
+    fab_work_split(&t->one, g, nic, t->slot.index, 1);
     t->bytes = len;
     return launch(e, t, local);
 }
 
 /* The largest index decides: index * stride + offset + page must lie inside. Returns false on overflow too. */
-static bool pages_inside(uint64_t len, const uint32_t *idx, uint32_t n, uint64_t stride, uint64_t off, uint64_t page) {
+bool fab_pages_inside(uint64_t len, const uint32_t *idx, uint32_t n, uint64_t stride, uint64_t off, uint64_t page) {
     uint32_t most = 0;
     for (uint32_t i = 0; i < n; i++) most = idx[i] > most ? idx[i] : most;
     uint64_t at, end;
@@ -146,14 +141,14 @@ static bool pages_inside(uint64_t len, const uint32_t *idx, uint32_t n, uint64_t
 int64_t fab_submit_paged(fab_engine *e, uint64_t local, const uint32_t *sidx, uint64_t sstride, uint64_t soff,
                          uint64_t remote, const uint32_t *didx, uint64_t dstride, uint64_t doff, uint32_t npages,
                          uint64_t page_len, int64_t imm, int32_t nic, uint64_t timeout_ns, uint64_t flag) {
-    ends at;
-    int rc = look_up(e, local, remote, &at);
+    fab_ends at;
+    int rc = fab_ends_find(e, local, remote, &at);
     if (rc) return rc;
     fab_group *g = at.local->group;
-    if (!npages || !imm_ok(imm)) return -EINVAL;
+    if (!npages || !fab_imm_ok(imm)) return -EINVAL;
     if (nic >= (int32_t)g->nnics) return -ENODEV;
-    if (!pages_inside(at.local->len, sidx, npages, sstride, soff, page_len) ||
-        !pages_inside(at.remote->len, didx, npages, dstride, doff, page_len))
+    if (!fab_pages_inside(at.local->len, sidx, npages, sstride, soff, page_len) ||
+        !fab_pages_inside(at.remote->len, didx, npages, dstride, doff, page_len))
         return -ERANGE;
     fab_transfer *t;
     if ((rc = fresh(e, g, FAB_OP_PAGED, timeout_ns, flag, &t))) return rc;
@@ -173,7 +168,7 @@ int64_t fab_submit_paged(fab_engine *e, uint64_t local, const uint32_t *sidx, ui
     w->didx = copy + npages;
     w->sstride = sstride;
     w->dstride = dstride;
-    fab_work_split(w, g, nic, t->slot.index);
+    fab_work_split(w, g, nic, t->slot.index, 1);
     if ((uint64_t)npages * w->pieces > UINT32_MAX) {
         unmake(t);
         return -EINVAL;
@@ -185,7 +180,7 @@ int64_t fab_submit_paged(fab_engine *e, uint64_t local, const uint32_t *sidx, ui
 int64_t fab_submit_many(fab_engine *e, uint32_t op, uint64_t local, const fab_target *targets, uint32_t n, int64_t imm,
                         int32_t nic, uint64_t timeout_ns, uint64_t flag) {
     if (!e) return -ESHUTDOWN;
-    if (!n || !imm_ok(imm)) return -EINVAL;
+    if (!n || !fab_imm_ok(imm)) return -EINVAL;
     fab_group *g = NULL;
     fab_local *source = NULL;
     if (op == FAB_OP_SCATTER) {
@@ -218,9 +213,9 @@ int64_t fab_submit_many(fab_engine *e, uint32_t op, uint64_t local, const fab_ta
     t->nworks = n;
     for (uint32_t i = 0; i < n; i++) {
         const fab_target *to = &targets[i];
-        ends at = {source, fab_pool_at(&e->remotes, (uint32_t)to->remote)};
+        fab_ends at = {source, fab_pool_at(&e->remotes, (uint32_t)to->remote)};
         fill(&works[i], &at, FAB_WR_WRITE, to->loff, to->roff, to->len, 1, imm);
-        fab_work_split(&works[i], g, nic, t->slot.index + i);
+        fab_work_split(&works[i], g, nic, t->slot.index + i, n);
         t->bytes += to->len;
     }
     return launch(e, t, local);
@@ -231,13 +226,16 @@ int64_t fab_submit_send(fab_engine *e, uint32_t group, uint32_t peer, const void
     if (!e) return -ESHUTDOWN;
     if (group >= e->ngroups) return -EINVAL;
     fab_group *g = e->groups[group];
-    fab_peer *p = fab_peer_at(g, peer);
-    if (!p) return -EINVAL;
     if (len > g->nics[0].caps.max_send) return -ERANGE;
+    fab_peer *p = fab_peer_hold(g, peer); /* until the transfer lets go of it */
+    if (!p) return -ESRCH;
     fab_transfer *t;
     int rc = fresh(e, g, FAB_OP_SEND, timeout_ns, flag, &t);
-    if (rc) return rc;
-    ends none = {NULL, NULL};
+    if (rc) {
+        fab_peer_let_go(p);
+        return rc;
+    }
+    fab_ends none = {NULL, NULL};
     fill(&t->one, &none, FAB_WR_SEND, 0, 0, len, 1, -1);
     t->one.peer = p;
     t->owned = malloc(len ? len : 1); /* copied: the caller may reuse its buffer at once */
@@ -247,7 +245,7 @@ int64_t fab_submit_send(fab_engine *e, uint32_t group, uint32_t peer, const void
     }
     memcpy(t->owned, msg, len);
     t->one.loff = (uint64_t)(uintptr_t)t->owned;
-    fab_work_split(&t->one, g, -1, 0);
+    fab_work_split(&t->one, g, -1, 0, 1);
     t->bytes = len;
     return launch(e, t, 0);
 }

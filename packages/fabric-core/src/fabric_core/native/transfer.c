@@ -11,7 +11,8 @@ void fab_transfer_let_go(fab_transfer *t) {
         /* release: our reading of the source is over before the count falls (fab_mem_dereg) */
         if (local) atomic_fetch_sub_explicit(&local->users, 1, memory_order_release);
         if (remote && atomic_fetch_sub_explicit(&remote->users, 1, memory_order_acq_rel) == FAB_DROPPED + 1)
-            fab_pool_free(&e->remotes, remote);
+            fab_remote_free(e, remote);
+        if (t->op == FAB_OP_SEND) fab_peer_let_go(t->works[i].peer);
     }
     free(t->owned);
     t->owned = NULL;
@@ -51,6 +52,7 @@ static void drop_works(fab_transfer *t) {
     t->final_pending = 0;
 }
 
+/* NOLINTNEXTLINE(misc-no-recursion): one deep, a transfer that failed is not begun again */
 static void end_if_quiet(fab_group *g, fab_transfer *t, uint64_t now) {
     if (t->outstanding || t->works_left) return; /* C7: not while a NIC may read the source */
     if (t->err || !t->final_pending) {
@@ -62,6 +64,11 @@ static void end_if_quiet(fab_group *g, fab_transfer *t, uint64_t now) {
     for (uint32_t i = 0; i < t->nworks; i++) {
         fab_work *w = &t->works[i];
         if (!w->final_imm) continue;
+        uint32_t state = atomic_load_explicit(&w->peer->state, memory_order_relaxed);
+        if (state == FAB_PEER_LOST) { /* meanwhile, with nothing of ours in its queue to tell us */
+            fab_transfer_fail(g, t, w->peer->status, w->peer->number, -1, now);
+            return;
+        }
         w->final_imm = 0;
         w->pieces = 1;
         w->units = w->npages;
@@ -71,8 +78,9 @@ static void end_if_quiet(fab_group *g, fab_transfer *t, uint64_t now) {
         for (uint32_t s = 0; s < w->nnics; s++) w->next[s] = s;
         w->posted = 0;
         t->works_left++;
+        t->units += w->units;
         fab_list_append(&w->peer->queue, &w->link);
-        fab_peer_activate(g, w->peer);
+        if (state == FAB_PEER_READY) fab_peer_activate(g, w->peer);
     }
 }
 
@@ -81,6 +89,7 @@ void fab_transfer_begin(fab_group *g, fab_transfer *t, uint64_t now) {
     for (uint32_t i = 0; i < t->nworks; i++) {
         fab_work *w = &t->works[i];
         w->transfer = t;
+        t->units += w->units;
         if (w->final_imm) t->final_pending = 1;
         fab_list_append(&w->peer->queue, &w->link);
         uint32_t state = atomic_load_explicit(&w->peer->state, memory_order_relaxed);
@@ -91,15 +100,17 @@ void fab_transfer_begin(fab_group *g, fab_transfer *t, uint64_t now) {
     for (uint32_t i = 0, n = t->nworks; i < n; i++) {
         fab_peer *peer = t->works[i].peer;
         uint32_t state = atomic_load_explicit(&peer->state, memory_order_relaxed);
-        if (state == FAB_PEER_NEW || state == FAB_PEER_LOST) {
-            fab_peer_connect(g, peer, now);
-            /* refused at once: the transfer has failed, and its slot may belong to somebody else by now */
-            if (fab_slot_gen(&t->slot) != gen || t->err) return;
-        }
+        uint32_t alive = atomic_load_explicit(&g->alive, memory_order_relaxed);
+        if (state == FAB_PEER_NEW || state == FAB_PEER_LOST) fab_peer_connect(g, peer, now);
+        else if (state == FAB_PEER_READY && (alive & ~peer->up || t->works[i].pinned)) fab_peer_mend(g, peer, now);
+        else continue;
+        /* refused at once: the transfer has failed, and its slot may belong to somebody else by now */
+        if (fab_slot_gen(&t->slot) != gen || t->err) return;
     }
     if (t->nworks == 0) end_if_quiet(g, t, now);
 }
 
+/* NOLINTNEXTLINE(misc-no-recursion): see end_if_quiet */
 void fab_transfer_fail(fab_group *g, fab_transfer *t, int32_t err, uint32_t peer, int32_t nic, uint64_t now) {
     if (!t->err) {
         t->err = err;
@@ -109,7 +120,7 @@ void fab_transfer_fail(fab_group *g, fab_transfer *t, int32_t err, uint32_t peer
     if (peer == FAB_PEER_NONE && t->err_peer == FAB_PEER_NONE) /* a deadline: name a peer that has not taken all */
         for (uint32_t i = 0; i < t->nworks; i++)
             if (fab_linked(&t->works[i].link) || t->nworks == 1) {
-                t->err_peer = t->works[i].peer->index;
+                t->err_peer = t->works[i].peer->number;
                 break;
             }
     drop_works(t);
@@ -117,7 +128,7 @@ void fab_transfer_fail(fab_group *g, fab_transfer *t, int32_t err, uint32_t peer
         t->cancelling = 1;
         uint64_t handle = fab_transfer_handle(t);
         for (uint32_t i = 0; i < g->nnics; i++)
-            if (!g->nics[i].closed) g->nics[i].ops->cancel(g->nics[i].ctx, handle);
+            if (t->at_nic[i]) g->nics[i].ops->cancel(g->nics[i].ctx, handle);
     }
     if (t->outstanding && !fab_linked(&t->timer.link))
         fab_timer_add(g, &t->timer, FAB_TIMER_TRANSFER, now + FAB_CANCEL_GRACE_NS);
@@ -127,7 +138,13 @@ void fab_transfer_fail(fab_group *g, fab_transfer *t, int32_t err, uint32_t peer
 void fab_transfer_completed(fab_group *g, fab_transfer *t, uint32_t count, int32_t status, uint32_t peer, int32_t nic,
                             uint64_t now) {
     t->outstanding -= count;
+    t->at_nic[nic] -= count;
     g->outstanding -= count;
+    if (!status) t->ended += count;
+    if (t->err == -ETIME && t->err_peer == FAB_PEER_NONE) { /* of several targets, this one was not done in time */
+        t->err_peer = peer;
+        t->err_nic = nic;
+    }
     if (status && status != -ECANCELED) fab_transfer_fail(g, t, status, peer, nic, now);
     else if (status && !t->err) fab_transfer_fail(g, t, status, peer, nic, now);
     else end_if_quiet(g, t, now);

@@ -8,7 +8,9 @@
 #define SPIN_NS 200000ull    /* after a change: the next one may be near */
 #define NEAR_NS 20000000ull  /* ... so long: look every LOOK_NS */
 #define LOOK_NS 50000ull
-#define FAR_LOOK_NS 500000ull
+#define FAR_NS 1000000000ull
+#define FAR_LOOK_NS 1000000ull
+#define IDLE_LOOK_NS 2000000ull /* ... after a second without a change */
 
 static bool look(fab_engine *e, fab_watch *w) {
     uint64_t value = atomic_load_explicit(w->word, memory_order_acquire);
@@ -50,6 +52,15 @@ static void pause_for(uint64_t ns) {
     nanosleep(&t, NULL);
 }
 
+static bool look_at_all(fab_engine *e) {
+    bool any = false;
+    atomic_fetch_add_explicit(&e->watch_round, 1, memory_order_seq_cst); /* before `closed` is read: fab_watch_settle */
+    for (fab_watch *w = atomic_load_explicit(&e->watches, memory_order_acquire); w; w = w->next)
+        any = (!atomic_load_explicit(&w->closed, memory_order_seq_cst) && look(e, w)) || any;
+    atomic_fetch_add_explicit(&e->watch_round, 1, memory_order_release);
+    return any;
+}
+
 static void *watcher_main(void *arg) {
     fab_engine *e = arg;
     pthread_setname_np(pthread_self(), "fabric-watch");
@@ -62,14 +73,13 @@ static void *watcher_main(void *arg) {
             changed = fab_now();
             continue;
         }
-        bool any = false;
-        for (fab_watch *w = atomic_load_explicit(&e->watches, memory_order_acquire); w; w = w->next)
-            any = (!atomic_load_explicit(&w->closed, memory_order_acquire) && look(e, w)) || any;
+        bool any = look_at_all(e);
         uint64_t now = fab_now(), quiet = now - changed;
         if (any) changed = now;
-        else if (quiet < SPIN_NS) fab_relax();
-        else pause_for(quiet < NEAR_NS ? LOOK_NS : FAR_LOOK_NS);
+        else if (quiet < SPIN_NS || e->cfg.busy) fab_relax();
+        else pause_for(quiet < NEAR_NS ? LOOK_NS : quiet < FAR_NS ? FAR_LOOK_NS : IDLE_LOOK_NS);
     }
+    look_at_all(e); /* what came before the close is answered: a stream may wait for that */
     return NULL;
 }
 
@@ -111,10 +121,19 @@ int64_t fab_watch_add(fab_engine *e, uint64_t word, fab_watch_fn fn, void *arg, 
 
 int fab_watch_close(fab_engine *e, uint64_t id) {
     fab_watch *w = e ? fab_pool_get(&e->watchpool, (uint32_t)id, (uint32_t)(id >> 32)) : NULL;
-    if (!w || atomic_exchange_explicit(&w->closed, 1, memory_order_acq_rel)) return -EBADF;
+    if (!w || atomic_exchange_explicit(&w->closed, 1, memory_order_seq_cst)) return -EBADF; /* fab_watch_settle */
     atomic_fetch_sub_explicit(&e->nwatches, 1, memory_order_acq_rel);
     atomic_store_explicit(&e->watch_closed, 1, memory_order_release);
     return 0;
+}
+
+/* After a close: until the watcher's thread can no longer be in that watch's function. */
+void fab_watch_settle(fab_engine *e) {
+    /* seq_cst: `closed` was set before; either the round is seen here, or the round sees `closed` */
+    uint32_t round = atomic_load_explicit(&e->watch_round, memory_order_seq_cst);
+    if (pthread_equal(pthread_self(), e->watcher)) return;
+    /* Not by `watcher_on`: a thread that was told to end may be in the function still. It ends each round that it begins. */
+    while ((round & 1) && atomic_load_explicit(&e->watch_round, memory_order_acquire) == round) sched_yield();
 }
 
 /* At close: no callback comes after this, and the thread is gone. */

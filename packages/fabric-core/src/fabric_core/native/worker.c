@@ -36,21 +36,13 @@ static uint32_t take_requests(fab_group *g, uint64_t now) {
     return n;
 }
 
-static void nic_down(fab_group *g, uint32_t nic, int32_t status, uint64_t now) {
-    g->nics[nic].down = 1;
-    FAB_COUNT(g->stats.faults, 1);
-    fab_fault(g->engine, status ? status : -ENETDOWN);
-    uint32_t n = atomic_load_explicit(&g->npeers, memory_order_relaxed);
-    for (uint32_t i = 0; i < n; i++) { /* everybody who was reached through it; other links come up again on demand */
-        fab_peer *peer = fab_peer_at(g, i);
-        if (peer->nic[nic].open) fab_peer_lose(g, peer, -ENETDOWN, (int32_t)nic, now);
-    }
-}
-
 static uint32_t culprit(const fab_transfer *t, uint32_t nic, const fab_wc *wc) {
-    if (t->nworks == 1) return t->works[0].peer->index;
-    for (uint32_t i = 0; i < t->nworks; i++)
-        if (t->works[i].peer->nic[nic].id == wc->peer) return t->works[i].peer->index;
+    if (t->nworks == 1) return t->works[0].peer->number;
+    if (wc->peer == FAB_PEER_NONE) return FAB_PEER_NONE;
+    for (uint32_t i = 0; i < t->nworks; i++) { /* first contact may have begun anew since */
+        const fab_peer_nic *path = &t->works[i].peer->nic[nic];
+        if (path->id == wc->peer || path->former_id == wc->peer) return t->works[i].peer->number;
+    }
     return FAB_PEER_NONE;
 }
 
@@ -58,16 +50,19 @@ static void complete(fab_group *g, uint32_t nic, const fab_wc *wc, uint64_t now)
     switch (wc->kind) {
     case FAB_WC_OP: {
         fab_transfer *t = fab_transfer_get(g->engine, wc->id);
-        if (!t || wc->count > t->outstanding) { /* a backend that completes twice must not hurt another transfer */
+        if (!t || wc->count > t->at_nic[nic]) { /* a backend that completes twice must not hurt another transfer */
             FAB_COUNT(g->stats.faults, 1);
             fab_fault(g->engine, -EPROTO);
             break;
         }
-        uint32_t peer = wc->status ? culprit(t, nic, wc) : FAB_PEER_NONE;
+        /* of one that ended well too, once the deadline has passed: it was this peer that was late */
+        uint32_t peer = wc->status || t->err ? culprit(t, nic, wc) : FAB_PEER_NONE;
         int32_t status = wc->status;
-        /* Nobody cancelled it: its link was cut because another NIC lost the peer. That is the reason to tell. */
-        if (status == -ECANCELED && !t->err && peer != FAB_PEER_NONE && fab_peer_at(g, peer)->status)
-            status = fab_peer_at(g, peer)->status;
+        /* Nobody cancelled it: its path was cut. Why that was is the reason to tell. */
+        if (status == -ECANCELED && !t->err) {
+            status = peer == FAB_PEER_NONE ? 0 : fab_peer_at(g, peer)->nic[nic].status;
+            if (!status || status == -ECANCELED) status = -ENETDOWN;
+        }
         fab_transfer_completed(g, t, wc->count, status, peer, (int32_t)nic, now);
         break;
     }
@@ -76,9 +71,10 @@ static void complete(fab_group *g, uint32_t nic, const fab_wc *wc, uint64_t now)
         fab_imm_arrive(g->engine, wc->imm, wc->count);
         break;
     case FAB_WC_RECV: fab_recv_done(g, wc->id, wc->len, wc->status); break;
-    case FAB_WC_PEER_UP: fab_peer_up(g, nic, wc->peer); break;
+    case FAB_WC_PEER_UP: fab_peer_up(g, nic, wc->peer, now); break;
     case FAB_WC_PEER_DOWN: fab_peer_down(g, nic, wc->peer, wc->status, now); break;
-    case FAB_WC_NIC_DOWN: nic_down(g, nic, wc->status, now); break;
+    case FAB_WC_NIC_DOWN: fab_nic_down(g, nic, wc->status, now); break;
+    case FAB_WC_NIC_UP: fab_nic_up(g, nic); break;
     default: FAB_COUNT(g->stats.faults, 1); fab_fault(g->engine, wc->status ? wc->status : -EPROTO);
     }
 }
@@ -86,11 +82,12 @@ static void complete(fab_group *g, uint32_t nic, const fab_wc *wc, uint64_t now)
 static uint32_t poll_nics(fab_group *g, uint64_t now) {
     uint32_t total = 0;
     for (uint32_t i = 0; i < g->nnics; i++) {
-        if (g->nics[i].down) continue;
+        if (atomic_load_explicit(&g->nics[i].closed, memory_order_relaxed)) continue;
         fab_wc wc[FAB_BATCH];
         int n = g->nics[i].ops->poll(g->nics[i].ctx, wc, FAB_BATCH, now);
         if (n < 0) {
-            nic_down(g, i, n, now);
+            fab_nic_broken(g, i, n, now);
+            total++;
             continue;
         }
         for (int k = 0; k < n; k++) complete(g, i, &wc[k], now);
@@ -125,7 +122,7 @@ void fab_group_unlock(fab_group *g) {
          * sequentially consistent, so a request pushed while we held the lock is seen by one of the two. */
         if (!fab_ring_ready(&g->ring) || !fab_group_try(g)) break;
         FAB_COUNT(g->stats.steps, 1);
-        fab_step(g, fab_now());
+        fab_step(g, fab_time(g->engine));
     }
     if (atomic_load_explicit(&g->idle, memory_order_seq_cst) && atomic_load_explicit(&g->ntimers, memory_order_seq_cst))
         fab_group_kick(g); /* it sleeps without a tick, and there is a deadline now */
@@ -140,9 +137,13 @@ void fab_group_kick(fab_group *g) {
     (void)rc; /* the counter is at its maximum only if the worker is about to wake anyhow */
 }
 
+static bool closed(const fab_group *g, uint32_t nic) {
+    return atomic_load_explicit(&g->nics[nic].closed, memory_order_relaxed);
+}
+
 static void disarm(fab_group *g) {
     for (uint32_t i = 0; i < g->nnics; i++)
-        if (!g->nics[i].down) g->nics[i].ops->arm(g->nics[i].ctx, 0);
+        if (!closed(g, i)) g->nics[i].ops->arm(g->nics[i].ctx, 0);
     atomic_store_explicit(&g->armed, 0, memory_order_relaxed);
 }
 
@@ -150,7 +151,7 @@ static void disarm(fab_group *g) {
 static bool arm(fab_group *g) {
     bool quiet = true;
     for (uint32_t i = 0; i < g->nnics; i++)
-        if (!g->nics[i].down && g->nics[i].ops->arm(g->nics[i].ctx, 1) > 0) quiet = false;
+        if (!closed(g, i) && g->nics[i].ops->arm(g->nics[i].ctx, 1) > 0) quiet = false;
     atomic_store_explicit(&g->armed, 1, memory_order_relaxed);
     if (!quiet) disarm(g);
     return quiet;
@@ -175,7 +176,7 @@ uint32_t fab_group_help(fab_group *g, bool polling) {
         if (polling) FAB_COUNT(g->turned_away, 1);
         return 0;
     }
-    uint64_t now = fab_now();
+    uint64_t now = fab_time(g->engine);
     if (polling) {
         atomic_store_explicit(&g->last_help, now, memory_order_relaxed);
         if (atomic_load_explicit(&g->armed, memory_order_relaxed)) {
@@ -187,17 +188,19 @@ uint32_t fab_group_help(fab_group *g, bool polling) {
     FAB_COUNT(g->stats.helps, 1);
     uint32_t did = fab_step(g, now);
     /* More to post: go on for a while, which is cheaper than being called again. Not for long: the GIL may be held. */
-    while (did && !fab_list_empty(&g->active) && fab_now() - now < HELP_NS)
-        if (!fab_step(g, fab_now())) break;
+    while (did && !fab_list_empty(&g->active) && fab_time(g->engine) - now < HELP_NS)
+        if (!fab_step(g, fab_time(g->engine))) break;
+    if (polling && g->engine->cfg.hand_over) /* a step may copy for milliseconds: the poller is still there */
+        atomic_store_explicit(&g->last_help, fab_time(g->engine), memory_order_relaxed);
     fab_group_unlock(g);
     return did;
 }
 
 int fab_ring_submit(fab_group *g, uint32_t kind, int32_t arg, void *ptr, uint64_t value) {
-    uint64_t until = fab_now() + g->engine->cfg.timeout_ns;
+    uint64_t until = fab_time(g->engine) + g->engine->cfg.timeout_ns;
     while (!fab_ring_push(&g->ring, kind, arg, ptr, value)) {
         if (!fab_group_help(g, false)) sched_yield();
-        if (fab_now() > until) return -EAGAIN;
+        if (fab_time(g->engine) > until) return -EAGAIN;
     }
     fab_group_help(g, false);
     return 0;
@@ -221,7 +224,7 @@ static void sleep_until_something(fab_group *g, bool handed_over) {
         struct pollfd fds[FAB_MAX_NICS + 1] = {{.fd = g->efd, .events = POLLIN}};
         nfds_t n = 1;
         for (uint32_t i = 0; i < g->nnics; i++)
-            if (g->nics[i].fd >= 0 && !g->nics[i].down) {
+            if (g->nics[i].fd >= 0 && !closed(g, i) && !handed_over) { /* what a NIC says is the poller's to see */
                 bool known = false; /* domains may share one descriptor */
                 for (nfds_t k = 1; k < n; k++) known = known || fds[k].fd == g->nics[i].fd;
                 if (!known) fds[n++] = (struct pollfd){.fd = g->nics[i].fd, .events = POLLIN};
@@ -253,6 +256,14 @@ static void pin(const fab_group *g) {
     if (any) pthread_setaffinity_np(pthread_self(), sizeof set, &set); /* a wish: a cpuset may forbid it */
 }
 
+/* On few cores, whether a thread that polls does the work at present: it did a moment ago, or is just at it. Its worker
+ * would only take the lock from it, and then the core, while it spins for the lock. */
+static bool left_to_poller(const fab_group *g, uint64_t now) {
+    uint64_t last = atomic_load_explicit(&g->last_help, memory_order_relaxed), age = now > last ? now - last : 0;
+    if (!g->engine->cfg.hand_over) return false;
+    return age < HANDED_OVER_NS || (age < POLLER_GONE_NS && atomic_load_explicit(&g->lock, memory_order_relaxed));
+}
+
 int fab_group_setup(fab_group *g);
 
 void *fab_worker_main(void *arg) {
@@ -272,6 +283,11 @@ void *fab_worker_main(void *arg) {
     while (!atomic_load_explicit(&g->stop, memory_order_acquire)) {
         uint64_t now = fab_now();
         uint32_t did = 0;
+        if (left_to_poller(g, now)) {
+            sleep_until_something(g, true);
+            idle_since = fab_now();
+            continue;
+        }
         /* Somebody polls and found the lock taken. On few cores its thread and ours are one too many: it is at work anyhow,
          * so it does the rest. */
         uint32_t turned = atomic_load_explicit(&g->turned_away, memory_order_relaxed);

@@ -21,7 +21,7 @@
 #include <sys/types.h>
 
 #define FL_MAGIC 0x6c6f6366u
-#define FL_VERSION 1u
+#define FL_VERSION 3u
 
 /* ---- shared memory objects (shm.c) --- */
 typedef struct fl_shm_head {
@@ -60,6 +60,8 @@ typedef struct fl_chan {
     _Atomic uint64_t rec_head[FL_RINGS];
     _Alignas(64) _Atomic uint64_t want; /* sender sleeps and waits for a head to move: number of its sleep, or 0 */
     _Alignas(64) _Atomic uint64_t busy; /* sender: odd while it writes into registered memory */
+    _Atomic uint64_t fly_begun,
+        fly_ended; /* sender: number of its last copy by a GPU, and up to which all have ended */
     _Alignas(64) uint32_t imm[FL_IMMS];
     _Alignas(4096) uint8_t msg[FL_MSG_BYTES];
     _Alignas(4096) uint8_t bnc[FL_BNC_BYTES];

@@ -79,6 +79,10 @@ static int op_peer_open(void *ctx, const char *addr, size_t len, uint32_t *peer)
     int r = parse(addr, len, name, &nic, &inc);
     if (r) return r;
     if (atomic_load(&d->closed)) return -ENETDOWN;
+    if (atomic_load_explicit(&d->node->links_out, memory_order_relaxed) >= d->node->max_links) { /* a count */
+        fl_refused(d->node, FL_R_LINKS);
+        return -EUSERS;
+    }
     while (id < d->npeers && d->peers[id]) id++;
     if (id == d->npeers) {
         uint32_t more = d->npeers ? d->npeers * 2 : 16;
@@ -96,6 +100,8 @@ static int op_peer_open(void *ctx, const char *addr, size_t len, uint32_t *peer)
     l->id = id;
     d->peers[id] = l;
     *peer = id;
+    atomic_fetch_add_explicit(&d->node->links_out, 1,
+                              memory_order_relaxed); /* a count; the control thread takes it off */
     pthread_mutex_lock(&d->node->mu);
     l->all = d->node->links;
     d->node->links = l;
@@ -141,7 +147,8 @@ static int refuse(const fab_wr *w) {
 static int op_post(void *ctx, uint32_t id, const fab_wr *wr, uint32_t n) {
     fl_link *l = peer(ctx, id);
     if (!l) return -EINVAL;
-    if (l->dead) return l->down_status;
+    /* Lost, but for what the GPU has in flight: no more is added, or that would never be over. */
+    if (l->dead || (l->todo & FL_EV_DOWN)) return l->down_status;
     if (!l->up) return -ENOTCONN;
     bool first = !l->q[FL_Q_WRITE].head;
     uint32_t k = 0;
@@ -157,6 +164,11 @@ static int op_post(void *ctx, uint32_t id, const fab_wr *wr, uint32_t n) {
     return (int)k;
 }
 
+static int op_post_pages(void *ctx, uint32_t id, const fab_pages *pages) {
+    fl_link *l = peer(ctx, id);
+    return l && l->up && !l->dead && !(l->todo & FL_EV_DOWN) ? fl_out_pages(l, pages) : -EOPNOTSUPP; /* post says why */
+}
+
 static int op_post_recv(void *ctx, uint64_t id, uint64_t addr, uint64_t len) {
     fl_dom *d = ctx;
     if (d->recv_tail - d->recv_head == FL_RECVS) return -EAGAIN;
@@ -168,7 +180,7 @@ static int op_post_recv(void *ctx, uint64_t id, uint64_t addr, uint64_t len) {
 
 static uint32_t peer_events(fl_dom *d, fl_link *l, fab_wc *wc, uint32_t cap) {
     uint32_t n = 0;
-    l->todo |= atomic_exchange_explicit(&l->ev, 0, memory_order_acquire);   /* what the bits refer to is visible */
+    l->todo |= atomic_exchange_explicit(&l->ev, 0, memory_order_acquire); /* what the bits refer to is visible */
     if (l->todo & FL_EV_SWEEP)
         for (uint32_t i = 0; i < FL_MAPS; i++) {
             fl_map *e = &l->maps[i];
@@ -176,7 +188,8 @@ static uint32_t peer_events(fl_dom *d, fl_link *l, fab_wc *wc, uint32_t cap) {
             if (atomic_load_explicit(&l->ph->mr[(uint32_t)e->key & (FL_MRS - 1)].gen, memory_order_relaxed) ==
                 (uint32_t)(e->key >> 32))
                 continue;
-            atomic_store_explicit(&e->state, FL_MAP_DROP, memory_order_release);   /* no copy of ours runs now */
+            if (l->fly.head) continue; /* the GPU may be in it; the next tick asks again */
+            atomic_store_explicit(&e->state, FL_MAP_DROP, memory_order_release); /* no copy of ours runs now */
             fl_cmd(l, FL_CMD_MAP);
         }
     l->todo &= ~(uint32_t)FL_EV_SWEEP;
@@ -185,12 +198,16 @@ static uint32_t peer_events(fl_dom *d, fl_link *l, fab_wc *wc, uint32_t cap) {
         l->todo &= ~(uint32_t)FL_EV_UP;
         if (!l->closing) wc[n++] = (fab_wc){.kind = FAB_WC_PEER_UP, .peer = l->id, .count = 1};
     }
-    if ((l->todo & FL_EV_DOWN) && !(l->todo & FL_EV_UP) && n < cap) {
+    if ((l->todo & FL_EV_DOWN) && l->fly.head) { /* the GPU has not finished what it does there */
+        fl_out_end(l, true, 0, l->down_status, false);
+        fl_out_reap(l);
+    }
+    if ((l->todo & FL_EV_DOWN) && !(l->todo & FL_EV_UP) && !l->fly.head && n < cap) {
         l->todo &= ~(uint32_t)FL_EV_DOWN;
-        fl_out_reap(l);                                       /* what it had taken before it died counts */
+        fl_out_reap(l); /* what it had taken before it died counts */
         l->dead = true;
         fl_out_end(l, true, 0, l->down_status, true);
-        fl_cmd(l, FL_CMD_CLOSE);                              /* no copy of ours runs any more */
+        fl_cmd(l, FL_CMD_CLOSE); /* no copy of ours runs any more */
         if (!l->closing)
             wc[n++] = (fab_wc){.kind = FAB_WC_PEER_DOWN, .status = l->down_status, .peer = l->id, .count = 1};
     }
@@ -205,6 +222,8 @@ static uint32_t events(fl_dom *d, fab_wc *wc, uint32_t cap) {
     if (!d->ev_again && !atomic_load_explicit(&d->ev_pending, memory_order_relaxed)) return 0;
     atomic_exchange_explicit(&d->ev_pending, 0, memory_order_acq_rel);
     d->ev_again = false;
+    int fault = d->nic == 0 ? atomic_exchange_explicit(&d->node->fault, 0, memory_order_relaxed) : 0;
+    if (fault && cap) wc[n++] = (fab_wc){.kind = FAB_WC_FAULT, .status = fault, .count = 1, .peer = FAB_PEER_NONE};
     pthread_mutex_lock(&d->node->mu);
     fl_link *in = d->in_new;
     d->in_new = NULL;
@@ -213,7 +232,7 @@ static uint32_t events(fl_dom *d, fab_wc *wc, uint32_t cap) {
     for (fl_ring *r = d->ins.next; r != &d->ins; r = r->next) {
         fl_link *l = FL_LINK_OF(r);
         if (atomic_exchange_explicit(&l->ev, 0, memory_order_acquire) & FL_EV_DOWN)
-            l->gone = true;   /* acquire: all it published is visible */
+            l->gone = true; /* acquire: all it published is visible */
     }
     for (uint32_t i = 0; i < d->npeers; i++)
         if (d->peers[i]) n += peer_events(d, d->peers[i], wc + n, cap - n);
@@ -317,6 +336,8 @@ static void op_close(void *ctx) {
     fl_dom *d = ctx;
     struct fab_local_node *n = d->node;
     if (n->pid != getpid()) return; /* a forked child: see fl_node_unref */
+    fl_gpu_free(d->gpu); /* waits for what it does; first, because it reads and writes what is unpinned next */
+    d->gpu = NULL;
     fl_mr_revoke_nic(d); /* from here on no peer writes our memory; and we write none, as no poll runs */
     pthread_mutex_lock(&n->mu);
     fl_link *in = d->in_new;
@@ -342,6 +363,20 @@ static void op_close(void *ctx) {
     fl_node_unref(n);
 }
 
+/* Refusals are the node's, told by its first NIC alone. */
+static int op_counters(void *ctx, fab_counter *out, uint32_t cap) {
+    static const char *const names[FL_R_COUNT] = {"auth",  "malformed", "version", "stale", "half_open",
+                                                  "links", "uid",       "revoked", "range", "rights"};
+    const fl_dom *d = ctx;
+    uint32_t n = 0;
+    for (; d->nic == 0 && n < FL_R_COUNT && n < cap; n++) {
+        memset(out[n].name, 0, sizeof out[n].name);
+        snprintf(out[n].name, sizeof out[n].name, "%s", names[n]);
+        out[n].value = atomic_load_explicit(&d->node->refused[n], memory_order_relaxed); /* counts */
+    }
+    return (int)n;
+}
+
 static const fab_domain_ops ops = {
     .abi_version = FAB_ABI_VERSION,
     .struct_size = sizeof(fab_domain_ops),
@@ -358,6 +393,8 @@ static const fab_domain_ops ops = {
     .wait_fd = op_wait_fd,
     .arm = op_arm,
     .close = op_close,
+    .counters = op_counters,
+    .post_pages = op_post_pages,
 };
 const fab_domain_ops *fab_local_ops(void) { return &ops; }
 

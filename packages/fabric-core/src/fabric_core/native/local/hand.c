@@ -27,7 +27,10 @@ static int watch(fl_link *l) {
     struct ucred u;
     socklen_t len = sizeof u, plen = sizeof l->pidfd;
     if (getsockopt(l->fd, SOL_SOCKET, SO_PEERCRED, &u, &len)) return -errno;
-    if (u.uid != geteuid()) return -EACCES;
+    if (u.uid != geteuid()) {
+        fl_refused(l->node, FL_R_UID);
+        return -EACCES;
+    }
     l->pid = u.pid;
     if (getsockopt(l->fd, SOL_SOCKET, SO_PEERPIDFD, &l->pidfd, &plen) || plen != sizeof l->pidfd)
         l->pidfd = u.pid > 0 ? (int)syscall(SYS_pidfd_open, u.pid, 0) : -1;
@@ -46,24 +49,29 @@ static bool safe_wake_fd(int fd) {
            !S_ISREG(st.st_mode);
 }
 
+/* A message in which this side says who it is, with a fresh nonce. */
+static int introduce(const struct fab_local_node *n, fl_wire *m) {
+    m->from_inc = n->inc;
+    m->flags = n->has_key ? FL_WIRE_AUTH : 0;
+    snprintf(m->from_name, sizeof m->from_name, "%s", n->name);
+    fl_sign_process(m);
+    return fl_random(m->nonce, sizeof m->nonce);
+}
+
 static int say_hello(fl_link *l) {
-    fl_shm *s;
-    int chan_fd, r = fl_shm_create("fabric-chan", sizeof(fl_chan), &s, &chan_fd);
-    if (r) return r;
-    pthread_mutex_lock(&l->node->mu);
-    l->chan_shm = s;
-    l->ch = s->at;
-    pthread_mutex_unlock(&l->node->mu);
-    fl_chan_views(l->ch, &l->imm, l->rec);
     fl_wire m = fl_wire_make(FL_HELLO);
-    m.from_inc = l->node->inc;
+    int r = introduce(l->node, &m);
     m.to_inc = l->want_inc;
     m.from_nic = l->dom->nic;
     m.to_nic = l->peer_nic;
-    snprintf(m.from_name, sizeof m.from_name, "%s", l->node->name);
-    r = fl_wire_send(l->fd, &m, (int[]){l->node->hdr_fd, chan_fd, l->dom->efd}, 3);
-    close(chan_fd);
-    return r;
+    fl_script_begin(&l->script, &m, l->peer_name);
+    return r ? r : fl_wire_send(l->fd, &m, NULL, 0);
+}
+
+static void refuse(const fl_link *l, int status) {
+    fl_wire m = fl_wire_make(FL_REFUSE);
+    m.status = status;
+    fl_wire_send(l->fd, &m, NULL, 0);
 }
 
 void fl_start(fl_link *l, uint64_t now) {
@@ -92,24 +100,50 @@ void fl_start(fl_link *l, uint64_t now) {
 
 /* ---- receiving side ------------------------------------------------------------------------- */
 
-static void on_hello(fl_link *l, const fl_wire *m, int *fds, int nfds) {
+static void on_hello(fl_link *l, const fl_wire *m) {
     struct fab_local_node *n = l->node;
+    fl_wire w = fl_wire_make(FL_CHALLENGE);
+    int r = introduce(n, &w);
+    if (r) {
+    } else if (m->flags != w.flags || (n->has_key && !fl_same_process(m, l->pid))) {
+        r = -EACCES;
+    } else if (m->to_inc && m->to_inc != n->inc) {
+        r = -ESTALE;
+    } else if (m->to_nic >= n->nics || atomic_load(&n->dom[m->to_nic].closed)) {
+        r = -ECONNREFUSED;
+    } else if (n->links_up >= n->max_links) {
+        r = -EUSERS;
+    }
+    if (!r) {
+        w.to_inc = m->from_inc;
+        w.from_nic = m->to_nic;
+        fl_script_begin(&l->script, m, n->name);
+        fl_script_answer(&l->script, &w);
+        fl_prove(n, &l->script, true, w.mac);
+        r = fl_wire_send(l->fd, &w, NULL, 0);
+        l->st = FL_ST_PROOF;
+    }
+    if (!r) return;
+    fl_refused_peer(n, r);
+    refuse(l, r);
+    fl_link_lost(l, r);
+}
+
+static void on_proof(fl_link *l, const fl_wire *m, int *fds, int nfds) {
+    struct fab_local_node *n = l->node;
+    fl_script *s = &l->script;
     fl_shm *hdr = NULL, *chan = NULL;
-    int r = nfds != 3 || m->from_nic >= FAB_MAX_NICS || !safe_wake_fd(fds[2]) ? -EPROTO
-            : m->to_inc && m->to_inc != n->inc                                ? -ESTALE
-            : m->to_nic >= n->nics || atomic_load(&n->dom[m->to_nic].closed)  ? -ECONNREFUSED
-                                                                              : 0;
+    fl_dom *d = &n->dom[s->nic[1]];
+    int r = fl_verify(n, s, false, m); /* before anything that came along is looked at */
+    if (!r && (nfds != 3 || !safe_wake_fd(fds[2]))) r = -EPROTO;
+    if (!r && atomic_load(&d->closed)) r = -ECONNREFUSED;
+    if (!r && n->links_up >= n->max_links) r = -EUSERS;
     if (!r) r = fl_shm_attach(fds[0], sizeof(fl_node_hdr), false, &hdr);
     if (!r) r = fl_shm_attach(fds[1], sizeof(fl_chan), true, &chan);
-    if (!r && ((fl_node_hdr *)hdr->at)->inc != m->from_inc) r = -EPROTO;
-    fl_wire w = fl_wire_make(r ? FL_REFUSE : FL_WELCOME);
-    w.status = r;
-    w.from_inc = n->inc;
-    w.to_inc = m->from_inc;
-    w.scratch = (uintptr_t)n->hdr->scratch;
+    if (!r && ((fl_node_hdr *)hdr->at)->inc != s->inc[0]) r = -EPROTO;
     if (r) {
-        atomic_fetch_add_explicit(&n->malformed, r == -EPROTO, memory_order_relaxed);
-        fl_wire_send(l->fd, &w, NULL, 0);
+        fl_refused_peer(n, r);
+        refuse(l, r);
         fl_shm_put(hdr);
         fl_shm_put(chan);
         fl_link_lost(l, r);
@@ -119,11 +153,12 @@ static void on_hello(fl_link *l, const fl_wire *m, int *fds, int nfds) {
     fds[2] = -1;
     l->peer_shm = hdr;
     l->ph = hdr->at;
-    l->peer_nic = m->from_nic;
-    snprintf(l->peer_name, sizeof l->peer_name, "%.*s", FL_NAME_MAX, m->from_name);
+    l->peer_nic = s->nic[0];
+    memcpy(l->peer_name, s->name[0], FL_NAME_MAX);
     l->beat_at = fl_now();
     n->half_open--;
-    fl_dom *d = &n->dom[m->to_nic];
+    n->links_up++;
+    l->counted = true;
     fl_chan_views(chan->at, &l->imm, l->rec);
     pthread_mutex_lock(&n->mu);      /* hands the link to the engine */
     l->chan_shm = chan;
@@ -135,6 +170,10 @@ static void on_hello(fl_link *l, const fl_wire *m, int *fds, int nfds) {
     d->in_new = l;
     pthread_mutex_unlock(&n->mu);
     fl_raise(l, 0);
+    fl_wire w = fl_wire_make(FL_WELCOME);
+    w.from_inc = n->inc;
+    w.to_inc = s->inc[0];
+    w.scratch = (uintptr_t)n->hdr->scratch;
     /* Last: from here on the peer writes, and a deregistration must find the link to wait for it (mr.c). */
     r = fl_wire_send(l->fd, &w, (int[]){n->hdr_fd, d->efd}, 2);
     if (r) fl_link_lost(l, r);
@@ -143,10 +182,15 @@ static void on_hello(fl_link *l, const fl_wire *m, int *fds, int nfds) {
 static void on_map(fl_link *l, const fl_wire *m) {
     fl_wire w = fl_wire_make(FL_MAPPED);
     w.key = m->key;
-    int fd = fl_mr_share(l->node, l->dom->nic, m->key, &w.off, &w.len);
-    w.status = fd < 0 ? fd : 0;
-    int r = fl_wire_send(l->fd, &w, &fd, fd >= 0);
-    if (fd >= 0) close(fd);
+    fl_share s;
+    w.status = fl_mr_share(l->node, l->dom->nic, m->key, &s);
+    w.off = s.off;
+    w.len = s.len;
+    w.flags = s.cuda ? FL_WIRE_CUDA : 0;
+    memcpy(w.ipc, s.ipc.bytes, sizeof w.ipc);
+    fl_refused_access(l->node, w.status);
+    int r = fl_wire_send(l->fd, &w, &s.fd, s.fd >= 0);
+    if (s.fd >= 0) close(s.fd);
     if (r) fl_link_lost(l, r == -EAGAIN ? -ETIMEDOUT : -ECONNRESET); /* it asks and does not read the answers */
 }
 
@@ -161,20 +205,62 @@ static bool probe_cma(const fl_link *l, uint64_t scratch) {
         if (fl_random(&nonce, sizeof nonce)) return false;
         uint32_t at =
             (uint32_t)(nonce % FL_SCRATCH); /* peers share the words: another may overwrite ours, hence three tries */
-        struct iovec mine = {&nonce, 8}, theirs = {(void *)(uintptr_t)(scratch + 8 * at), 8};
+        struct iovec mine = {&nonce, 8}, theirs = {(void *)(uintptr_t)(scratch + 8 * (uint64_t)at), 8};
         if (process_vm_writev(l->pid, &mine, 1, &theirs, 1, 0) != 8) return false;
         if (atomic_load_explicit(&l->ph->scratch[at], memory_order_relaxed) == nonce) return true;
     }
     return false;
 }
 
+/* Our descriptors go out only here, after the other proved itself. */
+static int say_proof(fl_link *l) {
+    fl_shm *s;
+    int chan_fd, r = fl_shm_create("fabric-chan", sizeof(fl_chan), &s, &chan_fd);
+    if (r) return r;
+    pthread_mutex_lock(&l->node->mu);
+    l->chan_shm = s;
+    l->ch = s->at;
+    pthread_mutex_unlock(&l->node->mu);
+    fl_chan_views(l->ch, &l->imm, l->rec);
+    fl_wire m = fl_wire_make(FL_PROOF);
+    fl_prove(l->node, &l->script, false, m.mac);
+    r = fl_wire_send(l->fd, &m, (int[]){l->node->hdr_fd, chan_fd, l->dom->efd}, 3);
+    close(chan_fd);
+    return r;
+}
+
+static void on_challenge(fl_link *l, const fl_wire *m) {
+    struct fab_local_node *n = l->node;
+    fl_script_answer(&l->script, m);
+    int r = fl_verify(n, &l->script, true, m);
+    if (!r && n->has_key && !fl_same_process(m, l->pid)) r = -EACCES;
+    if (!r && m->to_inc != n->inc) r = -EPROTO;
+    if (!r && l->want_inc && m->from_inc != l->want_inc) r = -ESTALE;
+    if (!r) {
+        l->st = FL_ST_PROOF; /* before there is a channel: from then on others read it (mr.c) */
+        r = say_proof(l);
+    }
+    if (!r) return;
+    fl_refused_peer(n, r);
+    refuse(l, r);
+    fl_link_lost(l, r);
+}
+
+static void on_refuse(fl_link *l, const fl_wire *m) {
+    int status = m->status < 0 && m->status > -4096 ? m->status : -EPROTO;
+    /* Whoever we challenged found our proof wrong: both sides count it. */
+    if (l->in) fl_refused_peer(l->node, status);
+    fl_link_lost(l, status);
+}
+
 static void on_welcome(fl_link *l, const fl_wire *m, int *fds, int nfds) {
     struct fab_local_node *n = l->node;
-    int r = nfds != 2 || !safe_wake_fd(fds[1]) ? -EPROTO : l->want_inc && m->from_inc != l->want_inc ? -ESTALE : 0;
+    int r = nfds != 2 || !safe_wake_fd(fds[1]) || m->from_inc != l->script.inc[1] ? -EPROTO : 0;
     fl_shm *hdr = NULL;
     if (!r) r = fl_shm_attach(fds[0], sizeof(fl_node_hdr), false, &hdr);
     if (!r && ((fl_node_hdr *)hdr->at)->inc != m->from_inc) r = -EPROTO;
     if (r) {
+        fl_refused_peer(n, r);
         fl_shm_put(hdr);
         fl_link_lost(l, r);
         return;
@@ -192,10 +278,13 @@ static void on_welcome(fl_link *l, const fl_wire *m, int *fds, int nfds) {
     fl_raise(l, FL_EV_UP);
 }
 
-static int map_in(fl_map *e, int fd, uint64_t off, uint64_t len) {
+static int map_in(fl_map *e, int fd, uint64_t off, uint64_t len, bool forced) {
     struct stat st;
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), lead = off & (page - 1);
     if (fstat(fd, &st)) return -errno;
+    /* If it could shrink, our writes would end in SIGBUS. Where mapping is forced, that was asked for (mr.c). */
+    int seals = fcntl(fd, F_GET_SEALS);
+    if (!forced && (seals < 0 || !(seals & F_SEAL_SHRINK))) return -EPROTO;
     if (!len || off + len < off || (uint64_t)st.st_size < off + len) return -EFAULT;
     size_t raw_len = lead + len;
     char *raw = mmap(NULL, raw_len, PROT_READ | PROT_WRITE, MAP_SHARED, fd, (off_t)(off - lead));
@@ -205,6 +294,7 @@ static int map_in(fl_map *e, int fd, uint64_t off, uint64_t len) {
     e->at = raw + lead;
     e->len = len;
     e->populated = 0;
+    e->cuda = e->inside = e->pinned = false;
     return 0;
 }
 
@@ -219,6 +309,7 @@ bool fl_populate(fl_link *l) {
         e->populated += step;
         if (ok && step < left) return true;
         l->populating--;
+        fl_map_pin(l->node->gpu, e);
         /* Release: whoever sees READY sees the mapping. */
         atomic_store_explicit(&e->state, FL_MAP_READY, memory_order_release);
         fl_raise(l, 0);
@@ -231,11 +322,18 @@ static bool on_mapped(fl_link *l, const fl_wire *m, const int *fds, int nfds) {
     fl_map *e = &l->maps[(uint32_t)m->key & (FL_MAPS - 1)];
     if (atomic_load_explicit(&e->state, memory_order_relaxed) != FL_MAP_ASKED || e->key != m->key || e->raw)
         return false;
-    e->err = m->status ? m->status : nfds != 1 ? -EPROTO : map_in(e, fds[0], m->off, m->len);
-    if (!e->err) {
+    bool cuda = m->flags & FL_WIRE_CUDA;
+    fc_ipc ipc;
+    memcpy(ipc.bytes, m->ipc, sizeof ipc.bytes);
+    e->err = m->status < 0 && m->status > -4096 ? m->status
+             : m->status                        ? -EPROTO
+             : nfds != (cuda ? 0 : 1)           ? -EPROTO
+             : cuda                             ? fl_gpu_map(l->node->gpu, e, &ipc, m->off, m->len)
+                                                : map_in(e, fds[0], m->off, m->len, l->node->path_mode == FL_PATH_MAP);
+    if (!e->err && !cuda) {
         l->populating++; /* pass() goes on with it */
-    } else {
-        atomic_store_explicit(&e->state, FL_MAP_FAILED, memory_order_release); /* release: err is visible */
+    } else {             /* release: the mapping, or err, is visible */
+        atomic_store_explicit(&e->state, e->err ? FL_MAP_FAILED : FL_MAP_READY, memory_order_release);
         fl_raise(l, 0);
     }
     fl_ask_maps(l);
@@ -252,8 +350,7 @@ void fl_ask_maps(fl_link *l) {
         uint32_t s =
             atomic_load_explicit(&e->state, memory_order_acquire); /* WANTED, DROP: the engine's fields are visible */
         if (s == FL_MAP_DROP) {
-            munmap(e->raw, e->raw_len);
-            e->raw = NULL;
+            fl_map_undo(l->node->gpu, e);
             atomic_store_explicit(&e->state, FL_MAP_FREE, memory_order_release); /* gives the entry back */
             fl_raise(l, 0);
         } else if (s == FL_MAP_WANTED && asked < ASK_MAX) {
@@ -281,38 +378,36 @@ void fl_stale_maps(fl_link *l) {
     }
 }
 
+/* What came in, in the order of a handshake; false: it has no place here. */
+static bool take(fl_link *l, const fl_wire *m, int *fds, int nfds) {
+    if (l->in && l->st == FL_ST_HELLO && m->type == FL_HELLO) on_hello(l, m);
+    else if (l->in && l->st == FL_ST_PROOF && m->type == FL_PROOF) on_proof(l, m, fds, nfds);
+    else if (l->in && l->st == FL_ST_UP && m->type == FL_MAP) on_map(l, m);
+    else if (!l->in && l->st == FL_ST_HELLO && m->type == FL_CHALLENGE) on_challenge(l, m);
+    else if (!l->in && l->st == FL_ST_PROOF && m->type == FL_WELCOME) on_welcome(l, m, fds, nfds);
+    else if (m->type == FL_REFUSE && (l->st == FL_ST_PROOF || (!l->in && l->st == FL_ST_HELLO))) on_refuse(l, m);
+    else return !l->in && l->st == FL_ST_UP && m->type == FL_MAPPED && on_mapped(l, m, fds, nfds);
+    return true;
+}
+
 void fl_incoming(fl_link *l) {
     for (int k = 0; k < 16 && l->st != FL_ST_CLOSED;
          k++) { /* level-triggered: what is left comes again, others go between */
         fl_wire m;
-        int fds[FL_FDS], nfds, r = fl_wire_recv(l->fd, &m, fds, &nfds);
+        /* Only where some are due: a PROOF's are closed unread if it is wrong. */
+        bool fds_due = l->in ? l->st == FL_ST_PROOF : l->st == FL_ST_PROOF || l->st == FL_ST_UP;
+        int fds[FL_FDS], nfds, r = fl_wire_recv(l->fd, &m, fds_due, fds, &nfds);
         if (r == -EAGAIN) return;
         if (r == 0 || (r < 0 && r != -EBADMSG && r != -EPROTO)) {
             fl_link_lost(l, -ECONNRESET);
             return;
         }
-        bool ok = r > 0;
-        if (!ok) {
-        } else if (l->in && l->st == FL_ST_HELLO && m.type == FL_HELLO) {
-            on_hello(l, &m, fds, nfds);
-        } else if (l->in && l->st == FL_ST_UP && m.type == FL_MAP) {
-            on_map(l, &m);
-        } else if (!l->in && l->st == FL_ST_HELLO && m.type == FL_WELCOME) {
-            on_welcome(l, &m, fds, nfds);
-        } else if (!l->in && l->st == FL_ST_HELLO && m.type == FL_REFUSE) {
-            fl_link_lost(l, m.status < 0 && m.status > -4096 ? m.status : -EPROTO);
-        } else {
-            ok = !l->in && l->st == FL_ST_UP && m.type == FL_MAPPED && on_mapped(l, &m, fds, nfds);
-        }
+        bool ok = r > 0 && take(l, &m, fds, nfds);
         fl_close_fds(fds, nfds); /* those that were taken are -1 */
         if (ok) continue;
-        atomic_fetch_add_explicit(&l->node->malformed, 1, memory_order_relaxed);
-        if (l->st != FL_ST_HELLO) continue; /* nonsense from a peer that is connected: dropped, counted */
-        if (r == -EPROTO) {
-            fl_wire w = fl_wire_make(FL_REFUSE);
-            w.status = -EPROTO;
-            fl_wire_send(l->fd, &w, NULL, 0);
-        }
+        fl_refused(l->node, r == -EPROTO ? FL_R_VERSION : FL_R_MALFORMED);
+        if (l->st == FL_ST_UP) continue; /* nonsense from a peer that is connected: dropped, counted */
+        if (r == -EPROTO) refuse(l, -EPROTO);
         fl_link_lost(l, -EPROTO);
     }
 }

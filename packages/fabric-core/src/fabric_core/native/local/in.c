@@ -8,7 +8,7 @@ static bool has_recv(const fl_dom *d) { return d->recv_head != d->recv_tail; }
 /* A channel whose cursors make no sense is closed: what it says cannot be used. The peer sees the end of the socket. */
 static void broken(fl_link *l) {
     l->broken = true;
-    atomic_fetch_add_explicit(&l->node->malformed, 1, memory_order_relaxed);
+    fl_refused(l->node, FL_R_MALFORMED);
     fl_cmd(l, FL_CMD_CLOSE);
 }
 
@@ -63,9 +63,13 @@ static uint32_t take_chunks(fl_link *l, fab_wc *wc, uint32_t cap, uint64_t *budg
         c.imm = r->imm;
         c.flags = r->flags;
         if (!(c.flags & FL_REC_PAD) && take_rec(r)) {
-            int st = fl_mr_check(l->node->hdr, c.key, d->nic, c.addr, c.len, FL_MR_WRITE, NULL);
-            if (!st && c.len) memcpy((void *)(uintptr_t)c.addr, (char *)r + FL_UNIT, c.len);
+            uint32_t flags = 0;
+            int st = fl_mr_check(l->node->hdr, c.key, d->nic, c.addr, c.len, FL_MR_WRITE, &flags);
+            if (!st && c.len && (flags & FL_MR_CUDA))
+                st = d->gpu ? fl_gpu_copy_now(d->gpu, (void *)(uintptr_t)c.addr, (char *)r + FL_UNIT, c.len) : -ENXIO;
+            else if (!st && c.len) memcpy((void *)(uintptr_t)c.addr, (char *)r + FL_UNIT, c.len);
             r->status = st;
+            fl_refused_access(l->node, st);
             if (st) wc[n++] = (fab_wc){.kind = FAB_WC_FAULT, .status = st, .count = 1, .peer = FAB_PEER_NONE};
             else if (c.flags & FL_REC_IMM)
                 wc[n++] = (fab_wc){.kind = FAB_WC_IMM, .imm = c.imm, .count = 1, .peer = FAB_PEER_NONE};

@@ -13,7 +13,9 @@
 #include <time.h>
 #include <unistd.h>
 
-#define HALF_OPEN_MAX 128u    /* accepted, no hello yet */
+#define HALF_OPEN_MAX 128u    /* accepted, not yet up */
+#define MAX_LINKS 4096u
+#define FAULT_EVERY_NS 1000000000u    /* refused handshakes are told at most so often; all are counted */
 #define RETRY_NS 5000000u     /* a full backlog is tried again after this */
 
 uint64_t fl_now(void) {
@@ -34,12 +36,42 @@ void fl_cmd(fl_link *l, uint32_t bits) {
     if (!atomic_exchange_explicit(&n->cmd_pending, 1, memory_order_acq_rel)) poke(n->cmdfd);
 }
 
-void fl_raise(fl_link *l, uint32_t bits) {
-    fl_dom *d = l->dom;
-    atomic_fetch_or_explicit(&l->ev, bits, memory_order_release);    /* down_status etc. come before the bit */
+static void raise_nic(fl_dom *d) {
     /* Sleep protocol (channel.h): seq_cst store of the news, then seq_cst load of "asleep?". */
     atomic_store_explicit(&d->ev_pending, 1, memory_order_seq_cst);
     if (atomic_load_explicit(&d->node->hdr->nic[d->nic].armed, memory_order_seq_cst)) poke(d->efd);
+}
+
+void fl_raise(fl_link *l, uint32_t bits) {
+    atomic_fetch_or_explicit(&l->ev, bits, memory_order_release);    /* down_status etc. come before the bit */
+    raise_nic(l->dom);
+}
+
+/* ---- what is refused ------------------------------------------------------------------------- */
+
+void fl_refused(struct fab_local_node *n, int what) {
+    atomic_fetch_add_explicit(&n->refused[what], 1, memory_order_relaxed); /* a count, nothing hangs on it */
+}
+
+void fl_refused_access(struct fab_local_node *n, int status) {
+    if (status == -EKEYREVOKED) fl_refused(n, FL_R_REVOKED);
+    else if (status == -EFAULT) fl_refused(n, FL_R_RANGE);
+    else if (status == -EACCES) fl_refused(n, FL_R_RIGHTS);
+}
+
+void fl_refused_peer(struct fab_local_node *n, int status) {
+    switch (status) {
+    case -EACCES: fl_refused(n, FL_R_AUTH); break;
+    case -ESTALE: fl_refused(n, FL_R_STALE); break;
+    case -EUSERS: fl_refused(n, FL_R_LINKS); break;
+    case -EPROTO: fl_refused(n, FL_R_MALFORMED); break;
+    default: break;
+    }
+    uint64_t now = fl_now();
+    if (status != -EACCES || (n->fault_at && now - n->fault_at < FAULT_EVERY_NS)) return;
+    n->fault_at = now;
+    atomic_store_explicit(&n->fault, -EKEYREJECTED, memory_order_relaxed); /* a number; ev_pending publishes it */
+    raise_nic(&n->dom[0]);
 }
 
 /* ---- links, on the control thread ------------------------------------------------------------ */
@@ -54,8 +86,10 @@ static void close_fds(fl_link *l) {
         }
 }
 
+static bool half_open(const fl_link *l) { return l->in && (l->st == FL_ST_HELLO || l->st == FL_ST_PROOF); }
+
 static void set_closed(fl_link *l) {
-    if (l->in && l->st == FL_ST_HELLO) l->node->half_open--;
+    if (half_open(l)) l->node->half_open--;
     pthread_mutex_lock(&l->node->mu);
     l->st = FL_ST_CLOSED;
     pthread_mutex_unlock(&l->node->mu);
@@ -80,8 +114,7 @@ void fl_link_free(fl_link *l) {
     close_fds(l);
     if (l->peer_efd >= 0) close(l->peer_efd);
     if (l->maps)
-        for (uint32_t i = 0; i < FL_MAPS; i++)
-            if (l->maps[i].raw) munmap(l->maps[i].raw, l->maps[i].raw_len);
+        for (uint32_t i = 0; i < FL_MAPS; i++) fl_map_undo(l->node->gpu, &l->maps[i]);
     fl_shm_put(l->chan_shm);
     fl_shm_put(l->peer_shm);
     free(l->slots);
@@ -89,6 +122,20 @@ void fl_link_free(fl_link *l) {
     free(l->rec[FL_BNC].owner);
     free(l->maps);
     free(l);
+}
+
+/* Room for whoever comes now: of those that have said nothing yet the one that came first goes, else the first of all. */
+static void drop_oldest(struct fab_local_node *n) {
+    fl_link *silent = NULL, *first = NULL;
+    pthread_mutex_lock(&n->mu);
+    for (fl_link *l = n->links; l; l = l->all) { /* the newest come first */
+        if (!half_open(l)) continue;
+        first = l;
+        if (l->st == FL_ST_HELLO) silent = l;
+    }
+    pthread_mutex_unlock(&n->mu);
+    fl_refused(n, FL_R_HALF_OPEN);
+    if (silent || first) fl_link_lost(silent ? silent : first, -ECONNABORTED);
 }
 
 static void accept_all(struct fab_local_node *n, uint64_t now) {
@@ -103,11 +150,13 @@ static void accept_all(struct fab_local_node *n, uint64_t now) {
         struct ucred u;
         socklen_t len = sizeof u;
         fl_link *l = NULL;
-        if (n->half_open >= HALF_OPEN_MAX || getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &u, &len) || u.uid != geteuid() ||
-            !(l = aligned_alloc(64, (sizeof *l + 63) / 64 * 64))) {
+        bool foreign = getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &u, &len) || u.uid != geteuid();
+        if (foreign) fl_refused(n, FL_R_UID);
+        if (foreign || !(l = aligned_alloc(64, (sizeof *l + 63) / 64 * 64))) {
             close(fd);
             continue;
         }
+        if (n->half_open >= HALF_OPEN_MAX) drop_oldest(n);
         memset(l, 0, sizeof *l);
         l->node = n;
         l->in = true;
@@ -125,7 +174,8 @@ static void accept_all(struct fab_local_node *n, uint64_t now) {
         l->all = n->links;
         n->links = l;
         pthread_mutex_unlock(&n->mu);
-        if (!ok) fl_link_lost(l, -ENOMEM);
+        if (ok) fl_incoming(l);   /* its hello is mostly there: it is not silent any more when the next one comes */
+        else fl_link_lost(l, -ENOMEM);
     }
 }
 
@@ -193,6 +243,8 @@ static uint64_t pass(struct fab_local_node *n) {
                     break;
                 }
             pthread_mutex_unlock(&n->mu);
+            if (l->counted) n->links_up--;
+            if (!l->in) atomic_fetch_sub_explicit(&n->links_out, 1, memory_order_relaxed); /* a count */
             fl_link_free(l);
         }
     }
@@ -238,6 +290,7 @@ static void node_free(struct fab_local_node *n) {
     for (uint32_t i = 0; i < n->nics; i++) {
         fl_dom *d = &n->dom[i];
         if (d->efd >= 0) close(d->efd);
+        fl_gpu_free(d->gpu);
         free(d->recvs);
         free(d->liov);
         free(d->riov);
@@ -254,6 +307,7 @@ static void node_free(struct fab_local_node *n) {
     pthread_mutex_destroy(&n->mu);
     pthread_mutex_destroy(&n->mr_mu);
     pthread_mutex_destroy(&n->quiesce_mu);
+    explicit_bzero(n->key, sizeof n->key);
     free(n);
 }
 
@@ -293,6 +347,8 @@ static int node_setup(struct fab_local_node *n, const fab_local_cfg *c) {
         n->mr[i].next_free = i + 1 < FL_MRS ? i + 1 : UINT32_MAX;
     }
     for (uint32_t i = 0; i < n->nics && !r; i++) r = dom_init(&n->dom[i], n, i, c->shuffle_seed);
+    for (uint32_t i = 0; i < n->nics && !r && n->gpu >= 0; i++)
+        r = fl_gpu_new(n->gpu, c->gpu_linger_ns, &n->dom[i].gpu);
     if (r) return r;
     n->epfd = epoll_create1(EPOLL_CLOEXEC);
     n->cmdfd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -350,6 +406,10 @@ int fab_local_open(const fab_local_cfg *c, fab_local_node **out, char *err, size
     n->path_mode = c->path;
     n->connect_ns = c->connect_timeout_ns ? c->connect_timeout_ns : 2000000000u;
     n->heartbeat_ns = c->heartbeat_ns ? c->heartbeat_ns : 1000000000u;
+    n->max_links = c->max_links ? c->max_links : MAX_LINKS;
+    n->gpu = (int)c->gpu - 1;
+    n->has_key = c->key != NULL;
+    if (c->key) memcpy(n->key, c->key, sizeof n->key);
     n->pid = getpid();
     n->lfd = n->epfd = n->cmdfd = n->hdr_fd = -1;
     for (uint32_t i = 0; i < FAB_MAX_NICS; i++) n->dom[i].efd = -1;
@@ -371,4 +431,7 @@ int fab_local_open(const fab_local_cfg *c, fab_local_node **out, char *err, size
 }
 
 void *fab_local_domain(fab_local_node *n, uint32_t nic) { return n && nic < n->nics ? &n->dom[nic] : NULL; }
-uint64_t fab_local_malformed(fab_local_node *n) { return atomic_load_explicit(&n->malformed, memory_order_relaxed); }
+uint64_t fab_local_malformed(fab_local_node *n) {
+    return atomic_load_explicit(&n->refused[FL_R_MALFORMED], memory_order_relaxed) +
+           atomic_load_explicit(&n->refused[FL_R_VERSION], memory_order_relaxed);
+}

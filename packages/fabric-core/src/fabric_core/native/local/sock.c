@@ -60,7 +60,7 @@ static int somebody(const struct sockaddr_un *a) {
 
 int fl_claim(struct fab_local_node *n, char *err, size_t cap) {
     struct sockaddr_un a = {.sun_family = AF_UNIX}, tmp = {.sun_family = AF_UNIX};
-    struct stat st;
+    struct stat st = {0};
     /* The temporary name is as long as the final one can be short: check both against the 108 bytes of a socket path. */
     int len = snprintf(a.sun_path, sizeof a.sun_path, "%s/%s.sock", n->dir, n->name);
     int tlen = snprintf(tmp.sun_path, sizeof tmp.sun_path, "%s/.%016llx", n->dir, (unsigned long long)n->inc);

@@ -43,6 +43,17 @@ typedef struct fab_wr {
     uint16_t flags;
 } fab_wr;
 
+/* Writes of one length: page i goes from local_addr + local_numbers[i * step] * local_stride, likewise at the peer. */
+typedef struct fab_pages {
+    uint64_t id, len;
+    uint64_t local_addr, local_stride, local_key;
+    uint64_t remote_addr, remote_stride, remote_key;
+    const uint32_t *local_numbers, *remote_numbers;
+    uint32_t count, step;
+    uint32_t imm;
+    uint32_t flags;           /* FAB_WR_IMM: each raises `imm` */
+} fab_pages;
+
 /* ---- completions --------------------------------------------------------------------------- */
 
 enum {
@@ -51,8 +62,9 @@ enum {
     FAB_WC_RECV = 3,          /* the receive `id` holds `len` bytes from `peer` (or FAB_PEER_NONE) */
     FAB_WC_PEER_UP = 4,       /* peer_open's peer can be posted to */
     FAB_WC_PEER_DOWN = 5,     /* `peer` is lost, for the reason in `status`; see peer_open */
-    FAB_WC_NIC_DOWN = 6,      /* this domain is lost: nothing more can be posted to it */
-    FAB_WC_FAULT = 7          /* something was refused on the receiving side (counted; engine.on_error): `status` */
+    FAB_WC_NIC_DOWN = 6,      /* this domain cannot be posted to: see poll */
+    FAB_WC_FAULT = 7,         /* something was refused on the receiving side (counted; engine.on_error): `status` */
+    FAB_WC_NIC_UP = 8         /* after NIC_DOWN: it can be posted to again; links are opened anew */
 };
 
 typedef struct fab_wc {
@@ -61,8 +73,8 @@ typedef struct fab_wc {
     uint32_t kind;
     int32_t status;           /* 0 or a negative errno, see the table at the end */
     uint32_t imm;
-    uint32_t peer;            /* of an OP that failed, of RECV (or FAB_PEER_NONE), of PEER_UP and PEER_DOWN */
-    uint32_t count;           /* >= 1 for OP and IMM */
+    uint32_t peer; /* of OP and RECV (FAB_PEER_NONE: unknown, not of an OP that failed), PEER_UP, PEER_DOWN */
+    uint32_t count; /* >= 1 for OP and IMM */
     uint32_t reserved;
 } fab_wc;
 
@@ -74,31 +86,38 @@ typedef struct fab_mr {
     uint64_t addr;
     uint64_t len;
     uint32_t access;
-    int32_t fd;               /* shareable memory: a descriptor a peer on this host may map; -1: none */
-    uint64_t fd_offset;       /* where `addr` lies in it */
-    uint32_t device_kind;     /* 0 host, 1 CUDA */
+    int32_t fd; /* shareable memory: a descriptor a peer on this host may map; -1: none */
+    uint64_t fd_offset; /* where `addr` lies in it */
+    uint32_t device_kind; /* 0 host, 1 CUDA */
     int32_t device_id;
 } fab_mr;
 
 typedef struct fab_mr_keys {
-    uint64_t local_key;       /* goes into fab_wr.local_key */
-    uint64_t remote_key;      /* goes into the descriptor, comes back as fab_wr.remote_key at the peer */
-    uint64_t remote_base;     /* the remote address of the first byte (the virtual address, or 0 for offsets) */
+    uint64_t local_key; /* goes into fab_wr.local_key */
+    uint64_t remote_key; /* goes into the descriptor, comes back as fab_wr.remote_key at the peer */
+    uint64_t remote_base; /* the remote address of the first byte (the virtual address, or 0 for offsets) */
 } fab_mr_keys;
 
 typedef struct fab_domain_caps {
-    uint64_t max_write;       /* bytes of one write; the engine splits longer ones. 0: no limit */
-    uint64_t max_send;        /* bytes of one message */
-    uint64_t bandwidth;       /* bytes per second of the link, 0: unknown */
-    uint32_t numa_node;       /* UINT32_MAX: unknown */
-    uint32_t flags;           /* none yet */
+    uint64_t max_write; /* bytes of one write; the engine splits longer ones. 0: no limit */
+    uint64_t max_send; /* bytes of one message */
+    uint64_t bandwidth; /* bytes per second of the link, 0: unknown */
+    uint32_t numa_node; /* UINT32_MAX: unknown */
+    uint32_t flags; /* none yet */
 } fab_domain_caps;
+
+/* ---- counters ------------------------------------------------------------------------------ */
+
+typedef struct fab_counter {
+    char name[32]; /* short, lower case, the same in every backend that has it (docs/backend.md) */
+    uint64_t value; /* since open */
+} fab_counter;
 
 /* ---- the table ----------------------------------------------------------------------------- */
 
 typedef struct fab_domain_ops {
-    uint32_t abi_version;     /* FAB_ABI_VERSION */
-    uint32_t struct_size;     /* sizeof(fab_domain_ops) */
+    uint32_t abi_version; /* FAB_ABI_VERSION */
+    uint32_t struct_size; /* sizeof(fab_domain_ops) */
 
     int (*caps)(void *ctx, fab_domain_caps *out);
 
@@ -110,7 +129,9 @@ typedef struct fab_domain_ops {
 
     /* Begins first contact and returns at once with a peer number. Exactly one FAB_WC_PEER_UP or FAB_WC_PEER_DOWN
      * follows, in bounded time. After UP, DOWN follows when the peer is lost, whether or not anything is in flight;
-     * every request posted to it ends with its own FAB_WC_OP (before or after DOWN). After DOWN the number is dead:
+     * every request posted to it ends with its own FAB_WC_OP (before or after DOWN). With -ENETDOWN, -ETIMEDOUT, -EHOSTUNREACH
+     * or -ENETUNREACH it is this path that is lost: the engine goes on over its other NICs, and opens this one again after a
+     * while. Any other status says that the peer itself is gone, on all paths. After DOWN the number is dead:
      * the engine calls peer_close and opens the address again if it wants to. peer_close of a living peer (a request
      * that would not end) cuts the link: what is still posted to it ends with -ECANCELED, and no DOWN follows. */
     int (*peer_open)(void *ctx, const char *addr, size_t len, uint32_t *peer);
@@ -124,7 +145,10 @@ typedef struct fab_domain_ops {
     /* A receive buffer; consumed by one message. Returns 0, or -EAGAIN when no more fit. */
     int (*post_recv)(void *ctx, uint64_t id, uint64_t addr, uint64_t len);
 
-    /* Makes progress and returns up to `cap` completions. `now_ns`: monotonic time, as the caller knows it. */
+    /* Makes progress and returns up to `cap` completions. `now_ns`: monotonic time, as the caller knows it.
+     * After NIC_DOWN it goes on being called: requests that the NIC holds still end (once peer_close cut their links at the
+     * latest), posted receives come back as FAB_WC_RECV with -ENETDOWN, and NIC_UP may follow. A negative errno says that
+     * nothing of this can be expected any more: the domain is closed at once, and what it held ends with -ENETDOWN. */
     int (*poll)(void *ctx, fab_wc *wc, uint32_t cap, uint64_t now_ns);
 
     /* Every request of `id` still in flight must end soon (-ECANCELED, or as it would have). */
@@ -140,7 +164,18 @@ typedef struct fab_domain_ops {
 
     /* Ends everything: no NIC touches registered memory after it returns. Frees ctx. */
     void (*close)(void *ctx);
+
+    /* Optional: NULL, or a table that ends before it (struct_size says so). Writes what this domain has refused, by kind,
+     * and returns how many entries it wrote (at most cap). From any thread at any time until close; never blocks. */
+    int (*counters)(void *ctx, fab_counter *out, uint32_t cap);
+
+    /* Optional, for backends that take many pages at less cost than so many requests. As post, of `pages->count` writes of
+     * one id: takes a prefix and returns how many; each counts as a request (FAB_WC_OP's `count`). The numbers are read
+     * before it returns. -EOPNOTSUPP: these are not for this way, use post. */
+    int (*post_pages)(void *ctx, uint32_t peer, const fab_pages *pages);
 } fab_domain_ops;
+
+#define FAB_DOMAIN_OPS_MIN offsetof(fab_domain_ops, counters) /* the least struct_size that an engine takes */
 
 /* Status values that the engine understands (negative errno):
  *   -ECONNREFUSED  nobody answers at this address        -ECONNRESET  the peer is gone (died, closed)

@@ -26,19 +26,23 @@ enum {
     FAB_EV_RECV = 3,      /* id: pool, a: address of the bytes, b: their number, c: to give back */
     FAB_EV_WATCH = 4,     /* id: watcher, a: old, b: new */
     FAB_EV_PEER_LOST = 5, /* id: group << 32 | peer */
-    FAB_EV_FAULT = 6      /* status: a backend refused something that came in */
+    FAB_EV_FAULT = 6,     /* status: a backend refused something that came in */
+    FAB_EV_NIC = 7 /* id: group << 32 | NIC, a: peer or UINT32_MAX, status: that NIC, or its path to that peer, is
+                           * lost while others go on; 0: it is back */
 };
 
 typedef struct fab_engine_cfg {
     uint32_t imm_slots;
     uint32_t max_inflight;
     uint32_t max_peers;
-    uint32_t busy;          /* 1: workers never sleep */
-    uint32_t hand_over;     /* 1: few cores: a worker leaves the work to a thread that polls */
-    uint64_t spin_ns;       /* how long an idle worker or waiter spins before it sleeps */
-    uint64_t timeout_ns;    /* of transfers and expectations that name none */
-    uint64_t inline_bytes;  /* a submit up to this size is posted by the submitting thread */
-    uint64_t shard_bytes;   /* a single write from this size on is spread over all NICs */
+    uint32_t busy; /* 1: workers never sleep */
+    uint32_t hand_over; /* 1: few cores: a worker leaves the work to a thread that polls */
+    uint64_t spin_ns; /* how long an idle worker or waiter spins before it sleeps */
+    uint64_t timeout_ns; /* of transfers and expectations that name none */
+    uint64_t inline_bytes; /* a submit up to this size is posted by the submitting thread */
+    uint64_t shard_bytes; /* a single write from this size on is spread over all NICs */
+    const uint64_t *clock; /* virtual time for groups without a thread (the simulator), which stands still during a
+                             * call: blocking calls then take a timeout of 0. NULL: the monotonic clock */
 } fab_engine_cfg;
 
 typedef struct fab_event {
@@ -49,27 +53,28 @@ typedef struct fab_event {
 
 typedef struct fab_outcome {
     uint32_t phase;
-    int32_t err;      /* negative errno */
-    uint32_t peer;    /* or UINT32_MAX */
-    int32_t nic;      /* or -1 */
+    int32_t err; /* negative errno */
+    uint32_t peer; /* or UINT32_MAX */
+    int32_t nic; /* or -1 */
     uint32_t op;
     uint32_t pad;
+    uint64_t units, ended; /* a transfer that did not end well: writes it was cut into, and those that had ended well */
 } fab_outcome;
 
-typedef struct fab_target {   /* one target of a scatter or barrier */
+typedef struct fab_target { /* one target of a scatter or barrier */
     uint64_t remote, loff, roff, len;
 } fab_target;
 
 typedef struct fab_stats {
     uint64_t submitted, done, failed, cancelled, bytes, wrs, imms, imm_stray, recvs, steps, helps, sleeps, kicks,
         faults, inflight;
-    uint64_t submit_to_post[48], post_to_done[48];  /* power-of-two buckets of nanoseconds */
+    uint64_t submit_to_post[48], post_to_done[48]; /* power-of-two buckets of nanoseconds */
 } fab_stats;
 
 typedef struct fab_peer_stats {
     uint32_t state, nnics;
     int32_t status;
-    uint32_t pad;
+    uint32_t up; /* mask of NICs with a path to it */
     uint64_t bytes[8], ops[8], errors[8];
 } fab_peer_stats;
 
@@ -126,6 +131,7 @@ int fab_expect_wait(fab_engine *e, uint64_t handle, uint64_t timeout_ns);
 int fab_expect_outcome(fab_engine *e, uint64_t handle, fab_outcome *out);
 int fab_expect_notify(fab_engine *e, uint64_t handle);
 int fab_expect_cancel(fab_engine *e, uint64_t handle);
+int fab_expect_flag(fab_engine *e, uint64_t handle, uint64_t flag);
 int fab_expect_release(fab_engine *e, uint64_t handle);
 
 /* ---- messages ---------------------------------------------------------------------------------------- */
@@ -137,12 +143,28 @@ int fab_recvs_close(fab_engine *e, uint32_t group, uint32_t pool);
 typedef void (*fab_watch_fn)(void *arg, uint64_t old_value, uint64_t new_value);
 int64_t fab_watch_add(fab_engine *e, uint64_t word, fab_watch_fn fn, void *arg, uint64_t *word_out);
 int fab_watch_close(fab_engine *e, uint64_t id);
+void fab_watch_settle(fab_engine *e); /* after it: until the watcher's thread cannot be in its function any more */
 int fab_range_mapped(uint64_t addr, uint64_t len); /* 1: all of it is mapped here; 0: not */
 
 /* ---- flags: words that operations bump (low half: ended, high half: ended badly). Those made here outlive the operations
  * that name them as address | 1; a plain address is a word of the caller's own. -------------------------------- */
 uint64_t fab_flag_new(void);
+uint64_t fab_flag_new_on(int32_t device); /* a word that GPUs reach too; 0: there is none */
 void fab_flag_drop(uint64_t flag);
+
+/* ---- prepared transfers: what is submitted whenever somebody, mostly a GPU, adds to a word -------------------
+ * The arguments are those of the submits. Every addition submits once (several at a time: as often), bumping `flag` at each
+ * end. Returns NULL with *rc, what the submit would have returned. */
+typedef struct fab_prepared fab_prepared;
+fab_prepared *fab_prepare_write(fab_engine *e, uint64_t local, uint64_t loff, uint64_t remote, uint64_t roff,
+                                uint64_t len, int64_t imm, int32_t nic, uint64_t timeout_ns, uint64_t flag,
+                                uint64_t word, int *rc);
+fab_prepared *fab_prepare_paged(fab_engine *e, uint64_t local, const uint32_t *sidx, uint64_t sstride, uint64_t soff,
+                                uint64_t remote, const uint32_t *didx, uint64_t dstride, uint64_t doff, uint32_t npages,
+                                uint64_t page_len, int64_t imm, int32_t nic, uint64_t timeout_ns, uint64_t flag,
+                                uint64_t word, int *rc);
+uint64_t fab_prepared_count(const fab_prepared *p, int32_t *refused); /* submitted so far; the last refusal, or 0 */
+void fab_prepared_close(fab_prepared *p); /* waits until it is not being submitted */
 
 /* ---- limits of this machine, bytes per second, negative: not to be had -------------------------------------- */
 double fab_limit_stream(uint64_t bytes, uint64_t span,
@@ -156,7 +178,9 @@ int fab_events_wait(fab_engine *e, fab_event *out, uint32_t cap,
 void fab_events_stop(fab_engine *e);
 int fab_progress(fab_engine *e);
 int fab_engine_stats(fab_engine *e, uint32_t group, fab_stats *out);
-int fab_engine_peer_stats(fab_engine *e, uint32_t group, uint32_t peer, fab_peer_stats *out);
+/* What a NIC has refused, by kind: how many entries, 0 for a backend that does not count. */
+int fab_nic_counters(fab_engine *e, uint32_t group, uint32_t nic, fab_counter *out, uint32_t cap);
+int fab_engine_peer_stats(fab_engine *e, uint32_t group, uint32_t number, fab_peer_stats *out);
 
 typedef struct fab_native_table {
     uint32_t version, struct_size;
@@ -184,6 +208,7 @@ typedef struct fab_native_table {
     int64_t (*imm_alloc)(fab_engine *);
     int64_t (*imm_free)(fab_engine *, uint32_t);
     int (*watch_close)(fab_engine *, uint64_t);
+    const void *(*contact_api)(void); /* a const fab_contact_api: first contact for backends, see fabric/contact.h */
 } fab_native_table; /* version 1: fields are only appended; the structs above belong to the version */
 const fab_native_table *fab_native_api(void);
 /* cdef-end */

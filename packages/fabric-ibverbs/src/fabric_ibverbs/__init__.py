@@ -1,11 +1,15 @@
-"""Backend for NICs driven through libibverbs.
+"""Backend for NICs driven through libibverbs: ConnectX, and whatever else has reliable connections (RC queue pairs).
 
-Planned: RC and UD queue pairs for ConnectX, eRDMA, Broadcom, AMD and Soft-RoCE devices, with libibverbs loaded at run
-time. This release holds no code: it registers no backend and `fabric devices` will not list anything from it.
+    engine = TransferEngine.open("cpu", backend="ibverbs")
+
+`docs/ibverbs.md` says what it needs, its settings, and what was tried on which NIC. libibverbs is loaded when the
+backend is first asked for devices, so importing this costs nothing and never fails for want of it.
 """
 
 from __future__ import annotations
 
+from fabric_ibverbs.backend import VerbsBackend, backend
+
 __version__ = "0.1.0"
 
-__all__ = ["__version__"]
+__all__ = ["VerbsBackend", "__version__", "backend"]

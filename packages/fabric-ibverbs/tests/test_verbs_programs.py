@@ -1,0 +1,74 @@
+"""The C programs of tests/c on software RDMA devices: what Python is too slow for in an emulated machine.
+
+tools/rdma-guest/build_programs.py compiles them before the guest starts; skipped where they or the devices are missing.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from verbs_rig import need, netem
+
+pytestmark = [pytest.mark.nic, pytest.mark.slow, pytest.mark.timeout(400)]
+
+BUILT = Path(__file__).resolve().parents[3] / "build" / "verbs"
+
+
+@pytest.fixture(autouse=True)
+def _devices() -> None:
+    need(2)
+
+
+def program(name: str, *arguments: object, **environment: str) -> str:
+    path = BUILT / name
+    if not path.exists():
+        pytest.skip(f"{name} is not compiled: tools/rdma-guest/build_programs.py")
+    command = [str(path), "rxe0", "rxe1", "auto", *map(str, arguments)]
+    env = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False, env=env)
+    said = done.stdout + done.stderr
+    print(said)
+    assert done.returncode == 0, said
+    return said
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_hundreds_of_refused_writes_between_others_fail_alone(seed: int) -> None:
+    """C1, C4: queue pairs are mended while more is posted; the good writes arrive once, after their bytes."""
+    turns = int(os.environ.get("VERBS_REFUSALS", "200"))
+    assert "mended" in program("mend_stress", turns, seed)
+
+
+@pytest.mark.parametrize(
+    "weather", [("loss", "20%"), ("delay", "200us", "100us", "duplicate", "1%")], ids=["loss", "jitter"]
+)
+def test_a_refusal_whose_answer_is_lost_is_asked_for(weather: tuple[str, ...]) -> None:
+    """C1, C4: a queue pair in error does not say again what it refused. Its writer asks over the other queue pair which
+    writes were executed: those end well, the refused one fails alone, the rest are posted again."""
+    with netem("rxe1", *weather):  # the way back: answers
+        said = program("mend_stress", 20, 1, FABRIC_VERBS_TIMEOUT="15")
+    if weather[0] == "loss":  # of jitter it takes more turns
+        assert "asked 0" not in said
+
+
+def test_an_address_that_comes_back_is_reached_again() -> None:
+    """R8: a device whose interface loses its address is a lost NIC, and with the address a good one, both ways."""
+    said = program("address_back", 2)
+    assert said.count("its NIC is back: so") == 2
+    assert said.count("from it, again: connected") == 2
+
+
+def test_many_peers_connect_at_once() -> None:
+    """Handshakes in parallel (VERBS_PEERS sets how many); each peer has its credit, and each immediate comes once."""
+    count = int(os.environ.get("VERBS_PEERS", "40"))
+    assert f"{count} of {count} ended, 0 refused, {count} immediates came" in program("many_peers", count)
+
+
+def test_peers_beyond_what_the_queues_hold_are_refused_and_the_others_served() -> None:
+    """Back-pressure with a name (ENOSPC) at first contact, instead of a queue that overruns."""
+    said = program("many_peers", 40, 32)
+    assert "40 of 40 ended, 8 refused, 32 immediates came" in said
+    assert "full 0" not in said

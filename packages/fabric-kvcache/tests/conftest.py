@@ -1,7 +1,8 @@
-"""Prefillers in processes of their own; none outlives its test."""
+"""Prefillers in processes of their own; none outlives the tests."""
 
 from __future__ import annotations
 
+import os
 import queue
 import secrets
 import subprocess
@@ -14,17 +15,21 @@ import pytest
 
 from fabric_core import NetAddr, TransferEngine
 
-PEER = Path(__file__).parent / "peer.py"
-DEADLINE = 30.0  # seconds: the longest that anything may take which is meant to work
+PEER = Path(__file__).parent / "prefill_peer.py"
+sys.path.append(str(PEER.parent))  # tests share layout_oracle.py, which pytest's importlib mode does not find by itself
+DEADLINE = 60.0  # seconds: the longest that anything may take which is meant to work
 
 
 class Peer:
-    """A running `peer.py`."""
+    """A running Python program that prints words and reads lines; the first word is its address."""
 
-    def __init__(self, mode: str, *, nics: int, chunk: int, dtype: str, pages: int) -> None:
-        words = [f"peer-{secrets.token_hex(4)}", mode, str(nics), str(chunk), dtype, str(pages)]
+    def __init__(self, program: Path, *words: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(PEER), *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, str(program), *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "FABRIC_BACKENDS": "local"},  # the others take their time to load
         )
         self._lines: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read, name="test-peer-reader")
@@ -61,21 +66,48 @@ class Peer:
 
 
 class Peers:
-    """Starts peers."""
+    """Starts peers, each for one test unless it is `shared`: starting one takes seconds on a busy machine."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: dict[tuple[object, ...], Peer]) -> None:
         self.started: list[Peer] = []
+        self._shared = shared
 
     def __call__(
-        self, mode: str = "serve", *, nics: int = 1, chunk: int = 0, dtype: str = "float32", pages: int = 64
+        self,
+        *,
+        nics: int = 1,
+        chunk: int = 0,
+        dtype: str = "float32",
+        pages: int = 256,
+        name: str = "",
+        shared: bool = True,
     ) -> Peer:
-        self.started.append(Peer(mode, nics=nics, chunk=chunk, dtype=dtype, pages=pages))
+        words = (str(nics), str(chunk), dtype, str(pages))
+        if shared and words in self._shared:
+            return self._shared[words]
+        peer = Peer(PEER, name or f"peer-{secrets.token_hex(4)}", *words)
+        if shared:
+            self._shared[words] = peer
+        else:
+            self.started.append(peer)
+        return peer
+
+    def run(self, program: Path, *words: str) -> Peer:
+        self.started.append(Peer(program, *words))
         return self.started[-1]
 
 
+@pytest.fixture(scope="session")
+def _shared_peers() -> Iterator[dict[tuple[object, ...], Peer]]:
+    shared: dict[tuple[object, ...], Peer] = {}
+    yield shared
+    for peer in shared.values():
+        peer.close()
+
+
 @pytest.fixture
-def peers() -> Iterator[Peers]:
-    starter = Peers()
+def peers(_shared_peers: dict[tuple[object, ...], Peer]) -> Iterator[Peers]:
+    starter = Peers(_shared_peers)
     yield starter
     for peer in starter.started:
         peer.close()

@@ -96,5 +96,5 @@ def test_chunks_that_end_inside_a_page_are_a_usage_error() -> None:
 def test_the_commands_explain_themselves() -> None:
     assert "kv" in fabric("demo", "--help").stdout
     text = fabric("demo", "kv", "--help").stdout
-    for option in ("--prompt", "--max-new-tokens", "--page-tokens", "--nics", "--timeout", "--json"):
+    for option in ("--prompt", "--max-new-tokens", "--page-tokens", "--nics", "--timeout", "--fleet", "--json"):
         assert option in text

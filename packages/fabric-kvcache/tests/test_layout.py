@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -72,26 +73,30 @@ def test_what_is_packed_comes_out_again_from_any_pages(layout: KvLayout, tokens:
     assert (layout.view(memory, count + spare).view(np.uint8)[0, others] == 0xEE).all(), "another page was touched"
 
 
-@given(layouts, st.integers(1, 30), st.integers(1, 3), st.integers(0, 2**32 - 1))
-def test_chunks_that_end_at_pages_make_the_same_pages(layout: KvLayout, tokens: int, step: int, seed: int) -> None:
+@given(layouts, st.integers(1, 30), st.lists(st.integers(0, 30)), st.integers(0, 2**32 - 1))
+def test_chunks_that_end_anywhere_make_the_same_pages(
+    layout: KvLayout, tokens: int, cuts: list[int], seed: int
+) -> None:
     count, size = layout.pages_for(tokens), layout.page_tokens
     pages = np.arange(count, dtype=np.uint32)
     keys, values = words(layout, tokens, seed)
     whole, pieces = (layout.view(bytearray(layout.pool_bytes(count)), count)[0] for _ in range(2))
     pack(whole, pages, keys, values)
-    for first in range(0, count, step):
-        part = slice(first * size, min(tokens, (first + step) * size))
-        pack(pieces, pages[first : first + step], keys[:, part], values[:, part])
+    marks = sorted({0, tokens, *(cut for cut in cuts if cut < tokens)})
+    chunks = list(itertools.pairwise(marks))
+    np.random.default_rng(seed).shuffle(chunks)
+    for first, end in chunks:
+        pack(pieces, pages[first // size : -(-end // size)], keys[:, first:end], values[:, first:end], first % size)
     assert np.array_equal(whole, pieces)
 
 
-def test_the_rest_of_the_last_page_is_zero() -> None:
+def test_the_rest_of_the_last_page_stays_as_it_was() -> None:
     layout = KvLayout(1, 2, 4, 8)
     memory = bytearray(b"\xff" * layout.pool_bytes(1))
     view = layout.view(memory, 1)
     keys, values = words(layout, 3, 0)
     pack(view[0], np.array([0]), keys, values)
-    assert (view[0, 0, :, :, 3:] == 0).all()
+    assert (view[0, 0, :, :, 3:].view(np.uint8) == 0xFF).all()
 
 
 def test_a_layout_goes_over_the_wire_as_it_is() -> None:
@@ -120,6 +125,8 @@ def test_what_is_outside_of_the_cache_is_refused() -> None:
         lambda: layout.head_range(2, 2),
         lambda: pack(view[0], np.array([0]), keys, keys),
         lambda: pack(view[0], np.array([0, 1]), keys[:2], keys[:2]),
+        lambda: pack(view[0], np.array([0, 1]), keys, keys, 4),
+        lambda: pack(view[0], np.array([0, 1]), keys[:, :4], keys[:, :4]),
         lambda: unpack(view[0], np.array([0]), 5),
     ):
         with pytest.raises(BadRange):

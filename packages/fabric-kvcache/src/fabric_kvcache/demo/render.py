@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text as RichText
 
 from fabric_core.cli.render import Column, number, show_table, size, text_lines
-from fabric_kvcache.demo.report import KvDemo, Prefilled, Result, Text
+from fabric_kvcache.demo.report import KvDemo, KvFleet, Prefilled, Result, Text
 
 __all__ = ["Screen"]
 
@@ -45,6 +45,22 @@ class Screen:
         self._facts(result, sent)
         self.target.print()
         self._layers(sent)
+
+    def fleet(self, data: KvFleet) -> None:
+        """Show what two decoders got from two prefillers, one of which was killed."""
+        killed = data.killed
+        for which, result in enumerate(data.decoders):
+            self.target.print(RichText(f"\ndecoder{which}:", style="bold"))
+            self.target.print(RichText(result.text), soft_wrap=True)
+            asked = " and then ".join(address.partition("#")[0] for address in result.asked)
+            text_lines(self.target, f"  {_verdict(result)}", f"  asked {asked}; {size(result.bytes)} moved")
+        self.target.print()
+        text_lines(
+            self.target,
+            f"{killed.name} was killed after {killed.layers} of {killed.of} layers; its request went to the other one",
+        )
+        verdict = RichText("EQUAL", style="bold green") if data.equal else RichText("DIFFERENT", style="bold red")
+        self.target.print(verdict)
 
     def _facts(self, result: Result, sent: Prefilled) -> None:
         model = result.model

@@ -11,7 +11,22 @@ from typing import Literal
 from fabric_core.cli.models import Model
 from fabric_kvcache.job import TAIL, Push
 
-__all__ = ["Error", "KvDemo", "Layer", "ModelFacts", "Prefilled", "Ready", "Result", "Task", "Text", "measure"]
+__all__ = [
+    "Error",
+    "Failed",
+    "Halfway",
+    "Killed",
+    "KvDemo",
+    "KvFleet",
+    "Layer",
+    "ModelFacts",
+    "Prefilled",
+    "Ready",
+    "Result",
+    "Task",
+    "Text",
+    "measure",
+]
 
 Span = tuple[float, float]
 
@@ -65,6 +80,25 @@ class Task(Model):
 
     prefiller: str  #: its address
     prompt: str
+    retry: bool = False  #: if the prefiller fails: say so, and wait for another task
+
+
+class Halfway(Model):
+    """A prefiller that was told to hold has pushed half of its layers, and goes no further."""
+
+    event: Literal["halfway"] = "halfway"
+    request_id: str
+    layers: int  #: that were pushed
+    of: int
+
+
+class Failed(Model):
+    """A prefiller did not do it, and the decoder waits for another task."""
+
+    event: Literal["failed"] = "failed"
+    request_id: str
+    prefiller: str
+    message: str
 
 
 class Text(Model):
@@ -97,6 +131,7 @@ class Result(Model):
     tokens: list[int]
     text: str
     compared: bool
+    asked: list[str]  #: prefillers, in turn; the last one did it
     one_ttft_us: float | None = None  #: the same in one process: from the start of prefill to the first token
     one_tokens: list[int] | None = None
     one_text: str | None = None
@@ -111,6 +146,27 @@ class Error(Model):
     role: Literal["prefiller", "decoder"]
     code: int
     message: str
+
+
+class Killed(Model):
+    """The prefiller that was killed in the middle of a request."""
+
+    name: str
+    address: str
+    pid: int
+    request_id: str
+    layers: int  #: that it had pushed
+    of: int
+
+
+class KvFleet(Model):
+    """The data of schema fabric.demo.kv.fleet/1."""
+
+    equal: bool  #: every decoder's text, tokens, KV bytes and first logits, and the killed one's request was retried
+    decoders: list[Result]
+    prefillers: list[Prefilled]  #: what the survivor did, in its order
+    killed: Killed
+    failures: list[Failed]  #: as the decoders saw them
 
 
 class KvDemo(Model):

@@ -1,0 +1,59 @@
+"""How the launcher and its processes talk: JSON lines, words on stdin, answers on stdout."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+from fabric_rlweights.job.model import Model
+
+__all__ = ["die_with_parent", "model_of", "next_word", "parser", "say"]
+
+
+def say(**what: Any) -> None:
+    """Tell the launcher."""
+    print(json.dumps(what), flush=True)
+
+
+def next_word() -> dict[str, Any] | None:
+    """Return the launcher's next word; None when it has gone."""
+    line = sys.stdin.readline()
+    return dict(json.loads(line)) if line else None
+
+
+def parser(role: str) -> argparse.ArgumentParser:
+    """The arguments that both roles take."""
+    made = argparse.ArgumentParser(prog=role)
+    for name in ("--rank", "--trainers", "--receivers", "--tp", "--replicate", "--parent"):
+        made.add_argument(name, type=int, required=True)
+    made.add_argument("--controller", required=True)
+    made.add_argument("--model", required=True)
+    made.add_argument("--store", default="")
+    made.add_argument("--watermark", type=int, default=256 << 20)
+    made.add_argument("--double-buffer", action="store_true")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--dtype", default="bfloat16")
+    return made
+
+
+def model_of(text: str) -> Model:
+    """Read a model's sizes."""
+    return Model(**json.loads(text))
+
+
+def text_of(model: Model) -> str:
+    """Write them."""
+    return json.dumps(dataclasses.asdict(model))
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel end this process when the launcher does: nothing is left behind, whatever happens to it."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,250 @@
+"""An engine's table from its own loaders: they run once on tensors without memory, and what they copy is written down.
+
+    with Recorder(params={"model.q_proj.weight": ((4096, 4096), "bfloat16"), ...}) as recorder:
+        for name, tensor in recorder.weights():
+            model.load_weights([(name, tensor)])      # the engine's, unchanged
+    table = recorder.table(rank, dict(model.named_parameters()))
+
+A loader may cut, index, transpose and reshape what it is given, as long as torch makes views of that; each `copy_` from
+such a view into a parameter's memory becomes entries. Anything else done to a weight (arithmetic, a copy of it) makes
+that weight a fall-back: it is delivered whole, to `Hooks.load`. Needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from fabric_core import ConfigError
+from fabric_rlweights.dtypes import itemsize_of, torch_dtype
+from fabric_rlweights.memory import tensor_of
+from fabric_rlweights.meta import EngineTable, Entry, Layout, Quant, Tensor, contiguous
+
+__all__ = ["Recorder"]
+
+_VIEWS = {
+    "alias", "as_strided", "detach", "diagonal", "expand", "lift_fresh", "narrow", "permute", "select", "slice",
+    "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view", "_unsafe_view",
+    "chunk", "_reshape_alias", "movedim", "swapaxes", "unflatten", "flatten",
+}  # fmt: skip
+_MOST_ENTRIES = 65536  #: of one copy: beyond, the weight falls back
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """One copy_: geometry in elements."""
+
+    param: str
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    address: int  #: of the destination's first element
+    there: tuple[int, ...]  #: its strides
+
+
+class Recorder:
+    """Records copies of views of weights. A context manager, around the loader's calls."""
+
+    def __init__(self, params: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+        """`params`: the checkpoint's (that is, the trainer's) names, with shape and element type."""
+        self._params = dict(params)
+        self._copies: list[_Copy] = []
+        self._failed: dict[str, str] = {}
+        self._storage: dict[int, str] = {}  # of weights that are loaded -> name
+        self._spoilt: dict[int, str] = {}  # of tensors that were computed from weights
+        self._kept: list[Any] = []
+        self._mode: Any = None
+
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        """Yield (name, tensor on the meta device) for each weight, to be given to the loader."""
+        import torch
+
+        for name, (shape, dtype) in self._params.items():
+            tensor = torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
+            self._storage[tensor.untyped_storage()._cdata] = name
+            self._kept.append(tensor)  # its storage must not be given to another one
+            yield name, tensor
+
+    def failed(self, name: str, reason: str) -> None:
+        """Make a weight a fall-back: for loaders that raise."""
+        self._failed.setdefault(name, reason)
+
+    def __enter__(self) -> Recorder:
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        recorder = self
+
+        class Mode(TorchDispatchMode):  # type: ignore[misc]
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                return recorder._seen(func, args, kwargs or {})
+
+        self._mode = Mode()
+        self._mode.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._mode.__exit__(kind, error, trace)
+
+    def _weight(self, value: Any) -> str | None:
+        if hasattr(value, "untyped_storage") and getattr(value, "is_meta", False):
+            return self._storage.get(value.untyped_storage()._cdata)
+        return None
+
+    def _seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = func.__name__.partition(".")[0]
+        flat = [a for arg in args for a in (arg if isinstance(arg, list | tuple) else [arg])]
+        weights = [found for found in map(self._weight, flat) if found is not None]
+        spoilt = [found for found in map(self._made_of, flat) if found is not None]
+        if not weights and not spoilt:
+            return func(*args, **kwargs)
+        if name == "copy_" and not args[0].is_meta:  # there is nothing to copy: it is only written down
+            if weights and args[1] is not args[0] and self._weight(args[1]):
+                self._copied(weights[0], args[0], args[1])
+            return args[0]
+        result = func(*args, **kwargs)
+        if name in _VIEWS and not spoilt:
+            return result
+        for weight in weights:
+            self._failed.setdefault(weight, f"its loader calls {name}, which is no view")
+        for value in result if isinstance(result, list | tuple) else [result]:
+            if getattr(value, "is_meta", False) and self._weight(value) is None:
+                self._spoilt[value.untyped_storage()._cdata] = (weights + spoilt)[0]
+                self._kept.append(value)
+        return result
+
+    def _made_of(self, value: Any) -> str | None:
+        """The weight that a tensor was computed from: no view of it, so what happens to it is not followed."""
+        if hasattr(value, "untyped_storage") and getattr(value, "is_meta", False):
+            return self._spoilt.get(value.untyped_storage()._cdata)
+        return None
+
+    def _copied(self, weight: str, there: Any, here: Any) -> None:
+        here = here.expand(there.shape)
+        self._copies.append(
+            _Copy(
+                weight, int(here.storage_offset()), tuple(here.shape), tuple(here.stride()), int(there.data_ptr()),
+                tuple(step * there.element_size() for step in there.stride()),
+            )
+        )  # fmt: skip
+
+    # ---- the table
+
+    def table(
+        self,
+        rank: int,
+        tensors: Mapping[str, Any],
+        *,
+        layouts: Mapping[str, Layout] | None = None,
+        quant: Mapping[str, Quant] | None = None,
+        keep: Mapping[str, Any] | None = None,
+    ) -> EngineTable:
+        """Return the table of the engine's tensors that anything was copied to.
+
+        Args:
+            tensors: name -> live CPU tensor. Two names for one memory are two names of one tensor.
+            layouts: those that the engine makes out of a loadable copy; keep: boxes that nothing fills.
+
+        Raises ConfigError: a copy went to memory that none of them has.
+        """
+        described = {
+            name: tensor_of(
+                name,
+                value,
+                layout=(layouts or {}).get(name, "direct"),
+                quant=(quant or {}).get(name),
+                keep=tuple((keep or {}).get(name, ())),
+            )
+            for name, value in tensors.items()
+        }
+        spans = sorted(
+            (tensor.address, tensor.address + value.untyped_storage().nbytes(), name)
+            for (name, tensor), value in zip(described.items(), tensors.values(), strict=True)
+        )
+        entries: list[Entry] = []
+        for copy in self._copies:
+            if copy.param in self._failed:
+                continue
+            owner = next((name for begin, end, name in spans if begin <= copy.address < end), None)
+            if owner is None:
+                raise ConfigError(f"rank {rank}: {copy.param} is copied to {copy.address:#x}, which no tensor has")
+            found = _entries(copy, self._params[copy.param], described[owner])
+            if found is None:
+                self._failed[copy.param] = "its loader's copy is no set of boxes"
+            else:
+                entries += found
+        entries = [entry for entry in entries if entry.param not in self._failed]
+        loaded = {copy.param for copy in self._copies}
+        for name in self._params.keys() - loaded - self._failed.keys():
+            self._failed[name] = "its loader copied nothing"
+        used = {entry.tensor for entry in entries} | {q.scales for q in (quant or {}).values()}
+        addresses = {described[name].address for name in used}
+        chosen = tuple(t for name, t in described.items() if name in used or t.address in addresses)
+        return EngineTable(rank=rank, tensors=chosen, entries=tuple(entries), fallback=dict(self._failed))
+
+
+def _entries(copy: _Copy, param: tuple[tuple[int, ...], str], tensor: Tensor) -> list[Entry] | None:
+    """Return the entries of one copy: each axis of the view runs along one axis of the parameter and one of the tensor.
+
+    Several axes of the view along one axis of the parameter (a reshape) are one box for each index of the outer ones.
+    """
+    shape, dtype = param
+    whole = [step // itemsize_of(dtype) for step in contiguous(shape, itemsize_of(dtype))]
+    inner: list[tuple[int, int, int]] = []  # axis of the parameter, of the tensor, extent
+    outer: list[tuple[int, int, int]] = []  # step in the parameter (elements), in the tensor (bytes), extent
+    for extent, step, there in zip(copy.size, copy.stride, copy.there, strict=True):
+        if extent == 1:
+            continue
+        source = next((d for d, s in enumerate(whole) if s == step and shape[d] > 1), None)
+        target = next((d for d, s in enumerate(tensor.strides) if s == there and tensor.shape[d] > 1), None)
+        taken = {axis for axis, _t, _n in inner}, {axis for _s, axis, _n in inner}
+        if source is None or target is None or source in taken[0] or target in taken[1]:
+            outer.append((step, there, extent))
+        else:
+            inner.append((source, target, extent))
+    count = int(np.prod([extent for _s, _t, extent in outer], dtype=np.int64))
+    if count > _MOST_ENTRIES or any(step == 0 for step, _t, _n in outer):
+        return None
+    found = []
+    for index in np.ndindex(*[extent for _s, _t, extent in outer]):
+        offset = copy.offset + sum(i * step for i, (step, _t, _n) in zip(index, outer, strict=True))
+        address = copy.address - tensor.address + sum(i * t for i, (_s, t, _n) in zip(index, outer, strict=True))
+        start, at = _unravel(offset, whole, shape), _unravel(address, list(tensor.strides), tensor.shape)
+        if start is None or at is None:
+            return None
+        size, axes = [1] * len(shape), [-1] * len(shape)
+        for axis, target, extent in inner:
+            size[axis], axes[axis] = extent, target
+            if start[axis] + extent > shape[axis] or at[target] + extent > tensor.shape[target]:
+                return None
+        _name_free(axes, len(tensor.shape))
+        found.append(
+            Entry(
+                param=copy.param, start=tuple(start), size=tuple(size), tensor=tensor.name, at=tuple(at),
+                axes=tuple(axes),
+            )
+        )  # fmt: skip
+    return found
+
+
+def _name_free(axes: list[int], count: int) -> None:
+    """Give axes of extent 1 the tensor's axis at the same distance from the end, if nobody has it."""
+    for axis, target in enumerate(axes):
+        same = count - len(axes) + axis
+        if target < 0 <= same and same not in axes:
+            axes[axis] = same
+
+
+def _unravel(offset: int, strides: list[int], shape: tuple[int, ...]) -> list[int] | None:
+    found = [0] * len(shape)
+    for axis in sorted(range(len(shape)), key=lambda d: -strides[d]):
+        if strides[axis] > 0 and shape[axis] > 1:
+            found[axis], offset = divmod(offset, strides[axis])
+            if found[axis] >= shape[axis]:
+                return None
+    return found if offset == 0 else None

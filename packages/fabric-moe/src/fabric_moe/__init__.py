@@ -1,11 +1,15 @@
-"""Dispatch and combine of tokens between the experts of a mixture-of-experts model.
-
-Planned: a host proxy that drives scatters and barriers of `fabric_core` for GPU kernels. This release holds no code and
-adds no command.
-"""
+"""Dispatch and combine of tokens between the experts of a mixture-of-experts model. Start at `MoeGroup.open`."""
 
 from __future__ import annotations
 
+from fabric_moe.config import MoeConfig
+from fabric_moe.errors import RankLost, StepError
+from fabric_moe.group import MoeGroup
+from fabric_moe.meet import Table
+from fabric_moe.received import Received
+from fabric_moe.step import Step
+from fabric_moe.views import View
+
 __version__ = "0.1.0"
 
-__all__ = ["__version__"]
+__all__ = ["MoeConfig", "MoeGroup", "RankLost", "Received", "Step", "StepError", "Table", "View", "__version__"]

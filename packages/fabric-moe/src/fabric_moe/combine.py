@@ -1,0 +1,135 @@
+"""Combine: what the experts made of the tokens goes back, summed as far as one rank can.
+
+    send half      weights times the rows of a token's experts on this rank, added in float32 in the order of its top-k;
+                   one row for each (token, rank) goes straight to its place
+    receive half   waits for them, and adds the rows of a token in the order of the ranks
+
+So the order of every sum is fixed by the routing alone: the same input gives the same bits, whatever arrives first.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fabric_core import BadRange, ProtocolError
+from fabric_moe import faults, kernels
+from fabric_moe.dtypes import as_rows, bits_of, is_torch, to_torch
+from fabric_moe.errors import StepError
+from fabric_moe.generation import SUMS, Generation, Write
+from fabric_moe.layout import HEAD, HEAD_TYPE, MAGIC
+from fabric_moe.step import DONE, RECEIVED, RETURNED, Step
+
+if TYPE_CHECKING:
+    from fabric_moe.group import MoeGroup
+    from fabric_moe.views import View
+
+__all__ = ["DISCARDED", "receive", "send"]
+
+DISCARDED = 1  #: flag of a head: this rank computes nothing for the step
+
+
+def _blocks(gen: Generation, step: Step) -> list[tuple[int, int, int]]:
+    """For each source of tokens: its rank, how many rows we had from it, and where our block begins in its memory."""
+    assert step.places is not None
+    counts = step.places.counts
+    found = []
+    for s in gen.members:
+        before = int(counts[s, : gen.rank].sum())
+        found.append((s, int(counts[s, gen.rank]), gen.layout.sums_at(step.slot, gen.rank, before)))
+    return found
+
+
+def send(group: MoeGroup, view: View, y: Any, weighted: bool, dtype: str | None) -> None:
+    """See MoeGroup.combine_send."""
+    step = view.step
+    step.must_be(RECEIVED, "combine_send")
+    gen, config = step.generation, group.config
+    if step is not group.steps[step.slot] or gen is not group.generation:
+        raise StepError(f"{step!r} belongs to another group, or to a generation that is over")
+    name = dtype or (str(y.dtype).removeprefix("torch.") if is_torch(y) else config.out_dtype)
+    flat = y.reshape(-1, config.hidden) if len(y.shape) == 3 else y
+    made = as_rows(flat, config.hidden * bits_of(name) // 8, "y")
+    if len(made) != view.rows:
+        raise BadRange(f"y has {len(made)} rows, the view that it belongs to has {view.rows}")
+    _send_blocks(group, step, lambda lo, hi, out: kernels.weigh(view, made, name, config, lo, hi, weighted, out), 0)
+    step.state = RETURNED
+
+
+def discard(group: MoeGroup, step: Step) -> None:
+    """Take no part in the combine of a step: the others hear it, and its memory becomes free."""
+    step.must_be(RECEIVED, "discard")
+    _send_blocks(group, step, lambda _lo, _hi, out: out.fill(0), DISCARDED)
+    step.state = RETURNED
+
+
+def _send_blocks(group: MoeGroup, step: Step, rows_of: Any, flags: int) -> None:
+    gen, config, slot = step.generation, group.config, step.slot
+    size = config.sum_bytes
+    base = slot * gen.layout.out_stride + gen.layout.out_sums
+    memory = gen.outbound.bytes
+    starts = step.received.starts
+    writes: list[Write] = []
+    at, used = base, 0
+    for s, rows, dst in _blocks(gen, step):
+        if used + rows > config.stage_rows:  # the staging memory is full: what is in it must have left
+            gen.post(slot, SUMS, writes)
+            faults.settle(group, slot)
+            writes, at, used = [], base, 0
+        head = np.ndarray((), HEAD_TYPE, gen.outbound.memory, at)
+        head["magic"], head["generation"], head["step"] = MAGIC, gen.number, step.number
+        head["rank"], head["flags"] = gen.rank, flags
+        end = at + HEAD + rows * size
+        if rows:
+            rows_of(int(starts[s]), int(starts[s]) + rows, memory[at + HEAD : end].reshape(rows, size))
+        writes.append(Write(s, end - at, at, dst))
+        at, used = end, used + rows
+    gen.post(slot, SUMS, writes)
+
+
+def receive(group: MoeGroup, step: Step, out: Any, accumulate: bool, timeout: float) -> Any:
+    """See MoeGroup.combine_recv."""
+    step.must_be(RETURNED, "combine_recv")
+    gen, slot = step.generation, step.slot
+    target, rows = _target(group, step, out)
+    if accumulate and out is None:
+        raise BadRange("accumulate=True needs out=: the rows to add to")
+    deadline = time.monotonic() + timeout
+    counts = step.route.counts
+    heads = {d: gen.inbound.head_at(gen.layout.sums_at(slot, d, int(step.route.starts[d]))) for d in gen.members}
+    arrived = gen.engine.expect_imm_count(gen.imms[slot][SUMS], len(heads), timeout=math.inf, peers=gen.peers)
+    faults.wait(
+        group, arrived, step, "sums", deadline, lambda: [d for d in gen.members if int(heads[d]["step"]) != step.number]
+    )
+    for d, head in heads.items():
+        found = (int(head["magic"]), int(head["generation"]), int(head["step"]), int(head["rank"]))
+        if found != (MAGIC, gen.number, step.number, d):
+            raise ProtocolError(f"sums of rank {d} are of generation {found[1]}, step {found[2]}, not {step.number}")
+    gone = [d for d, head in heads.items() if int(head["flags"]) & DISCARDED and counts[d]]
+    step.state = DONE
+    step.received = None  # what was received may be large, and is over
+    if gone:
+        raise StepError(f"ranks {gone} discarded step {step.number}: there is no sum")
+    kernels.reduce(rows, gen, step, accumulate)
+    return target
+
+
+def _target(group: MoeGroup, step: Step, out: Any) -> tuple[Any, Any]:
+    """Return what the caller gets, and the bytes of its rows."""
+    config, tokens = group.config, step.route.tokens
+    size = config.hidden * bits_of(config.out_dtype) // 8
+    if out is None:
+        made = np.empty((tokens, size), np.uint8)
+        if step.torch:
+            return to_torch(made, config.out_dtype), made
+        return made.view(kernels.numpy_type(config.out_dtype)), made
+    contiguous = out.is_contiguous() if is_torch(out) else out.flags.c_contiguous and out.flags.writeable
+    if not contiguous:
+        raise BadRange("out= must be contiguous and writable")
+    rows = as_rows(out, size, "out")
+    if len(rows) != tokens:
+        raise BadRange(f"out has {len(rows)} rows, step {step.number} has {tokens} tokens")
+    return out, rows

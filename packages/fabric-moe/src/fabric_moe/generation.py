@@ -1,0 +1,130 @@
+"""One generation of a group: its members, the memory registered for them, and the writes between them.
+
+When ranks are masked or come back, the others make a new generation: fresh memory and fresh immediates. So whatever a
+slow or half-dead rank still writes for the old one lands in memory that nobody reads, and counts for nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fabric_core import BadRange, FabricError, MrDesc, ProtocolError, QueueFull, ScatterDst, Transfer, TransferEngine
+from fabric_moe.config import MoeConfig
+from fabric_moe.layout import Inbound, Layout, Outbound
+from fabric_moe.meet import Card
+
+__all__ = ["COUNTS", "CREDIT", "ROWS", "SUMS", "Generation", "Write"]
+
+#: Kinds of immediates; each rank has one of each for each slot.
+COUNTS, ROWS, SUMS, CREDIT = range(4)
+KINDS = 4
+
+
+class Write(NamedTuple):
+    """One write: `length` bytes from `src` of our outbound memory to `dst` of the rank's inbound memory."""
+
+    rank: int
+    length: int
+    src: int
+    dst: int
+
+
+class Generation:
+    """Memory, immediates and peers of one rank. Made in two halves, so that several ranks can live in one thread."""
+
+    def __init__(
+        self, engine: TransferEngine, config: MoeConfig, rank: int, number: int, members: Iterable[int]
+    ) -> None:
+        self.engine = engine
+        self.config = config
+        self.rank = rank
+        self.number = number
+        self.members = tuple(sorted(set(members)))
+        if rank not in self.members or not 0 <= self.members[0] <= self.members[-1] < config.ranks:
+            raise BadRange(f"members={self.members}: they must hold rank {rank}, and lie below {config.ranks}")
+        self.alive = np.zeros(config.ranks, np.bool_)
+        self.alive[list(self.members)] = True
+        self.layout = Layout.of(config)
+        self.inbound = Inbound(self.layout, engine.empty(self.layout.in_bytes))
+        self.outbound = Outbound(self.layout, engine.empty(self.layout.out_bytes))
+        self._in_handle, self.desc = engine.reg_mr(self.inbound.memory)
+        self._out_handle, _ = engine.reg_mr(self.outbound.memory, write=False)
+        self.imms = [[engine.alloc_imm() for _ in range(KINDS)] for _ in range(config.depth)]
+        self.transfers: list[list[Transfer]] = [[] for _ in range(config.depth)]
+        self._descs: dict[int, MrDesc] = {}
+        self._imms: dict[int, tuple[tuple[int, ...], ...]] = {}
+        self.addresses: dict[int, str] = {}
+
+    # ---- meeting
+
+    def card(self) -> str:
+        """Return what the others must know."""
+        imms = tuple(tuple(row) for row in self.imms)
+        return Card(self.rank, self.members, self.engine.address, self.desc, imms, {}).text(self.config)
+
+    def connect(self, texts: dict[int, str]) -> None:
+        """Take the cards of all members, our own too. Raises ProtocolError."""
+        for rank in self.members:
+            card = Card.read(texts[rank], self.config, rank, KINDS)
+            if card.members != self.members:
+                raise ProtocolError(
+                    f"rank {rank} makes a group of ranks {list(card.members)}, this rank of {list(self.members)}: "
+                    "mask the same ranks everywhere"
+                )
+            if card.desc.nbytes != self.layout.in_bytes:
+                raise ProtocolError(f"rank {rank} offers {card.desc.nbytes} bytes, {self.layout.in_bytes} are agreed")
+            self._descs[rank] = card.desc
+            self._imms[rank] = card.imms
+            self.addresses[rank] = str(card.address)
+        self.peers = tuple(dict.fromkeys(self.addresses.values()))
+
+    def ranks_at(self, peer: str | None) -> tuple[int, ...]:
+        """Return the ranks that live at an address."""
+        return tuple(rank for rank, address in self.addresses.items() if address == peer)
+
+    # ---- writing
+
+    def post(self, slot: int, kind: int | None, writes: Sequence[Write]) -> None:
+        """Submit writes, each of which raises its target's immediate of that kind. Keeps the transfers of the slot.
+
+        One scatter takes one immediate, and each rank chose its own: where processes start alike they chose the same
+        numbers, and all goes in one scatter.
+        """
+        groups: dict[int | None, list[ScatterDst]] = {}
+        for w in writes:
+            imm = None if kind is None else self._imms[w.rank][slot][kind]
+            groups.setdefault(imm, []).append(ScatterDst(self._descs[w.rank], w.length, w.src, w.dst))
+        for imm, targets in groups.items():
+            self.transfers[slot].append(
+                self.engine.submit_scatter(None, None, imm, self._out_handle, targets, timeout=2 * self.config.timeout)
+            )
+
+    def settle(self, slot: int, timeout: float) -> None:
+        """Wait until nothing of the slot's outbound memory is being read. Raises what went wrong with a transfer."""
+        transfers, self.transfers[slot] = self.transfers[slot], []
+        for transfer in transfers:
+            if not transfer.done:
+                transfer.wait(timeout)
+            elif error := transfer.exception():
+                raise error
+
+    def close(self) -> None:
+        """Cancel what is under way; give memory and immediates back, as far as the engine takes them. Idempotent."""
+        for transfers in self.transfers:
+            for transfer in transfers:
+                with contextlib.suppress(FabricError):
+                    transfer.cancel()
+            transfers.clear()
+        for row in self.imms:
+            for imm in row:
+                with contextlib.suppress(FabricError):
+                    self.engine.free_imm(imm)
+        self.imms = []
+        for handle in (self._in_handle, self._out_handle):
+            # A NIC that still reads it keeps it registered, and the engine keeps its memory: nothing is pulled away.
+            with contextlib.suppress(FabricError, QueueFull):
+                handle.close(timeout=0.5)

@@ -1,0 +1,267 @@
+"""Inputs of many kinds, experts that every process computes alike, and steps that are compared with the reference.
+
+Everything is made from a seed, a rank and a step, so that each process checks its own ranks without asking another one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from fabric_moe import MoeConfig, MoeGroup, Step, View
+from fabric_moe.reference import owner_of, reference
+
+ROUTINGS = (
+    "uniform", "grouped", "one-expert", "one-rank", "local", "remote", "robin", "zipf", "k-hot", "one-each", "twice",
+    "minus-random", "minus-second", "minus-rows", "minus-first", "minus-last", "minus-all",
+)  # fmt: skip
+VIEWS = ("contiguous", "masked", "compact", "rank-major")
+
+
+@dataclass
+class Case:
+    """A group and what is done with it. `tokens` holds one number for each rank; shorter lists repeat."""
+
+    ranks: int = 2
+    experts: int = 4
+    topk: int = 2
+    hidden: int = 32
+    tokens: list[int] = field(default_factory=lambda: [8])
+    dtype: str = "bfloat16"
+    scale_bytes: int = 0
+    out_dtype: str = "bfloat16"
+    wire_dtype: str | None = None
+    routing: str = "uniform"
+    view: str = "contiguous"
+    alignment: int = 1
+    weighted: bool = True
+    accumulate: bool = False
+    seed: int = 0
+    more: dict[str, Any] = field(default_factory=dict)  #: further values of MoeConfig
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, text: str) -> Case:
+        return cls(**json.loads(text))
+
+    @property
+    def config(self) -> MoeConfig:
+        return MoeConfig(
+            ranks=self.ranks, experts=self.experts, topk=self.topk, hidden=self.hidden, max_tokens=max(1, *self.tokens),
+            dtype=self.dtype, scale_bytes=self.scale_bytes, out_dtype=self.out_dtype, wire_dtype=self.wire_dtype,
+            **{"timeout": 20.0, **self.more},
+        )  # fmt: skip
+
+    def count(self, rank: int, step: int) -> int:
+        """Tokens of a rank, which change from step to step."""
+        most = self.tokens[rank % len(self.tokens)]
+        return max(0, most - (step * 3 + rank) % (most + 1)) if step else most
+
+
+@dataclass
+class Given:
+    """What one rank gives in one step."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    scales: torch.Tensor | None
+    added: torch.Tensor
+
+
+def _ids(case: Case, rank: int, t: int, rng: np.random.Generator) -> np.ndarray[Any, Any]:
+    e, k, name = case.experts, case.topk, case.routing
+    every = np.arange(e)
+    home = np.array([owner_of(i, e, case.ranks) for i in range(e)])
+
+    def distinct(pool: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        row = np.full(k, -1)
+        chosen = rng.permutation(pool)[:k]
+        row[: len(chosen)] = chosen
+        return row
+
+    ids = np.array([distinct(every) for _ in range(t)]).reshape(t, k)
+    if name == "grouped":
+        half = np.array_split(every, 2)
+        ids = np.array([distinct(half[rng.integers(2)]) for _ in range(t)]).reshape(t, k)
+    elif name == "one-expert":
+        ids[:] = -1
+        ids[:, 0] = e - 1
+    elif name in ("one-rank", "local", "remote"):
+        target = {"one-rank": home == home[-1], "local": home == rank, "remote": home != rank}[name]
+        ids = np.array([distinct(every[target]) for _ in range(t)]).reshape(t, k)
+    elif name == "robin":
+        ids = (np.arange(t * k) + rank).reshape(t, k) % e
+    elif name == "zipf":
+        ids = np.minimum(rng.zipf(1.5, (t, k)) - 1, e - 1)
+    elif name == "k-hot":
+        ids = np.array([distinct(every[: max(1, min(k, e // 2))]) for _ in range(t)]).reshape(t, k)
+    elif name == "one-each":
+        flat = np.full(t * k, -1)
+        mine = every[every % case.ranks == rank][: t * k]
+        flat[: len(mine)] = mine
+        ids = flat.reshape(t, k)
+    elif name == "twice":
+        ids = np.repeat(rng.integers(0, e, (t, 1)), k, axis=1)
+    elif name == "minus-random":
+        ids[rng.random((t, k)) < 0.5] = -1
+    elif name == "minus-second":
+        ids[:, 1::2] = -1
+    elif name == "minus-rows":
+        ids[rng.random(t) < 0.5] = -1
+    elif name == "minus-first":
+        ids[:, 0] = -1
+    elif name == "minus-last":
+        ids[max(0, t - 3) :] = -1
+    elif name == "minus-all":
+        ids[:] = -1
+    return ids
+
+
+def _tokens(case: Case, t: int, rng: np.random.Generator) -> torch.Tensor:
+    size = case.config.token_bytes
+    if case.dtype in ("float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "float64"):
+        values = torch.from_numpy(rng.normal(0, 2, (t, case.hidden)))
+        return values.to(getattr(torch, case.dtype))
+    raw = torch.from_numpy(rng.integers(0, 256, (t, size), dtype=np.uint8))
+    return (
+        raw.view(torch.int8)
+        if case.dtype == "int8" and t
+        else raw.to(torch.int8 if case.dtype == "int8" else torch.uint8)
+    )
+
+
+def given(case: Case, rank: int, step: int) -> Given:
+    """What a rank puts into a step."""
+    rng = np.random.default_rng([case.seed, rank, step])
+    t = case.count(rank, step)
+    ids = torch.from_numpy(_ids(case, rank, t, rng).astype(np.int64))
+    kind = torch.float64 if case.config.wire == "float64" else torch.float32
+    weights = torch.from_numpy(rng.normal(0, 1, (t, case.topk))).to(kind)
+    weights[weights.abs() < 0.1] = 0
+    scales = None
+    if case.scale_bytes:
+        scales = torch.from_numpy(rng.integers(0, 256, (t, case.scale_bytes), dtype=np.uint8))
+    added = torch.from_numpy(rng.normal(0, 1, (t, case.hidden))).to(getattr(torch, case.out_dtype))
+    return Given(_tokens(case, t, rng), ids, weights, scales, added)
+
+
+def expert(case: Case, number: int, rows: torch.Tensor) -> torch.Tensor:
+    """What expert `number` makes of rows [n, token bytes + scale bytes] of uint8: [n, hidden], each row by itself."""
+    size = case.config.token_bytes
+    n = len(rows)
+    kind = torch.float64 if case.config.wire == "float64" else torch.float32
+    if not n:
+        return torch.empty((0, case.hidden), dtype=getattr(torch, case.out_dtype))
+    tokens = rows[:, :size].clone(memory_format=torch.contiguous_format)
+    if case.dtype == "float4_e2m1":
+        values = torch.stack([tokens & 15, tokens >> 4], dim=2).reshape(n, case.hidden).to(kind)
+    else:
+        values = tokens.view(getattr(torch, case.dtype)).to(kind)
+    if case.scale_bytes:
+        blocks = -(-case.hidden // case.scale_bytes)
+        values = values * rows[:, size:].to(kind).repeat_interleave(blocks, dim=1)[:, : case.hidden] / 64
+    return (values * (1 + number % 7) / 4 + number % 3).to(getattr(torch, case.out_dtype))
+
+
+def raw(case: Case, mine: Given) -> torch.Tensor:
+    """The bytes of a rank's tokens and scales, as the experts take them."""
+    t = len(mine.x)
+    size = case.config.token_bytes
+    tokens = mine.x.contiguous().view(torch.uint8) if t else torch.empty((0, size), dtype=torch.uint8)
+    return tokens if mine.scales is None else torch.cat([tokens, mine.scales], dim=1)
+
+
+def wanted(case: Case, rank: int, step: int, masked: Sequence[int] = ()) -> torch.Tensor:
+    """What the rank must get."""
+    mine = given(case, rank, step)
+    found = reference(
+        [raw(case, mine)], [mine.ids], [mine.weights], lambda e, rows: expert(case, e, rows),
+        ranks=case.ranks, experts=case.experts, hidden=case.hidden, out_dtype=case.out_dtype,
+        wire_dtype=case.config.wire,
+        added=[mine.added] if case.accumulate else None, masked=masked, weighted=case.weighted,
+    )[0]  # fmt: skip
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def dispatch(case: Case, group: MoeGroup, step: int) -> Step:
+    mine = given(case, group.rank, step)
+    return group.dispatch_send(mine.x, mine.ids, mine.weights, scales=mine.scales)
+
+
+def compute(case: Case, view: View) -> torch.Tensor:
+    """Run this rank's experts over a view, as a caller would in each layout; results of the view's shape."""
+    received = view.received
+    first = received.first_expert
+    both = np.concatenate([view.tokens, view.scales], axis=-1)
+    rows = torch.from_numpy(both.reshape(view.rows, both.shape[-1]))
+    kind = torch.float64 if case.config.wire == "float64" else torch.float32
+    if view.kind in ("contiguous", "masked"):
+        y = torch.full((view.rows, case.hidden), float("nan"), dtype=getattr(torch, case.out_dtype))  # padding: poison
+        for e in range(received.experts):
+            lo = int(view.offsets[e])
+            hi = lo + int(view.counts[e])
+            y[lo:hi] = expert(case, first + e, rows[lo:hi])
+        return y.reshape(*view.shape, case.hidden)
+    sums = torch.zeros((view.rows, case.hidden), dtype=kind)
+    assert view.local_ids is not None
+    assert view.weights is not None
+    local = view.local_ids.reshape(view.rows, case.topk)
+    weights = torch.from_numpy(view.weights.reshape(view.rows, case.topk).copy())
+    for j in range(case.topk):
+        for e in range(received.experts):
+            at = torch.from_numpy(np.nonzero(local[:, j] == e)[0])
+            term = expert(case, first + e, rows[at]).to(kind)
+            sums[at] += term * weights[at, j, None] if case.weighted else term
+    return sums.reshape(*view.shape, case.hidden)
+
+
+def view_of(case: Case, received: Any) -> View:
+    made: dict[str, Callable[[], View]] = {
+        "contiguous": lambda: received.contiguous(case.alignment),
+        "masked": received.masked,
+        "compact": received.compact,
+        "rank-major": received.rank_major,
+    }
+    return made[case.view]()
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit, except that a NaN is a NaN."""
+    nan = torch.isnan(a)
+    if a.shape != b.shape or a.dtype != b.dtype or not torch.equal(nan, torch.isnan(b)):
+        return False
+    raw_a, raw_b = torch.where(nan, 0, a), torch.where(nan, 0, b)
+    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(raw_a.contiguous().view(words), raw_b.contiguous().view(words)) if a.numel() else True
+
+
+def finish(case: Case, group: MoeGroup, step: Step, number: int) -> torch.Tensor:
+    out = given(case, group.rank, number).added.clone() if case.accumulate else None
+    found = group.combine_recv(step, out=out, accumulate=case.accumulate)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def run_steps(case: Case, groups: Sequence[MoeGroup], steps: int, first: int = 0, masked: Sequence[int] = ()) -> int:
+    """Run steps with several ranks on this thread; returns how many results were compared. Fails on a wrong bit."""
+    compared = 0
+    for number in range(first, first + steps):
+        under_way = [dispatch(case, group, number) for group in groups]
+        received = [group.dispatch_recv(step) for group, step in zip(groups, under_way, strict=True)]
+        for group, got in zip(groups, received, strict=True):
+            view = view_of(case, got)
+            group.combine_send(view, compute(case, view), weighted=case.weighted)
+        for group, step in zip(groups, under_way, strict=True):
+            found = finish(case, group, step, number)
+            assert same(found, wanted(case, group.rank, number, masked)), f"WRONG: {group!r}, step {number}, {case}"
+            compared += 1
+    return compared

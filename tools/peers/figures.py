@@ -99,6 +99,8 @@ class Figures:
 
     def write(self) -> None:
         for size in SIZES:
+            if self.options.sizes and size not in self.options.sizes:
+                continue
             count, window, places = plan(size, self.options.quick)
             spans = [(i % places * size, size) for i in range(count)]
             used = spans[:places]

@@ -57,6 +57,7 @@ class Options:
     quick: bool
     repeats: int
     ops: frozenset[str]
+    sizes: frozenset[int] = frozenset()  #: of writes; empty: all
     step_seconds: float = 30.0
 
 
@@ -188,6 +189,7 @@ def parse(variants: Sequence[str] = ()) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer bytes and repeats: does it run, are the data right")
     parser.add_argument("--repeats", type=int, default=0, help="bursts per bandwidth figure (5; quick: 2)")
     parser.add_argument("--ops", default="write,paged,ping,submit,register")
+    parser.add_argument("--sizes", default="", help="bytes of the writes that are measured: 1048576,67108864")
     if variants:
         parser.add_argument("--variant", choices=variants, default=variants[0])
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
@@ -202,7 +204,10 @@ def main(arguments: argparse.Namespace, make: Callable[[], Adapter], started: bo
     signal.alarm(_LIFE_SECONDS)
     directory: Path = arguments.directory or scratch()
     options = Options(
-        arguments.quick, arguments.repeats or (2 if arguments.quick else 5), frozenset(arguments.ops.split(","))
+        arguments.quick,
+        arguments.repeats or (2 if arguments.quick else 5),
+        frozenset(arguments.ops.split(",")),
+        frozenset(int(size) for size in arguments.sizes.split(",") if size),
     )
     child = None
     status = 0

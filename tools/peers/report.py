@@ -37,6 +37,7 @@ class Cell:
     high: float
     tail: float
     rounds: int
+    by_round: dict[int, float]  #: of each round its median
 
     def __str__(self) -> str:
         spread = f" [{_short(self.low)}..{_short(self.high)}]" if self.rounds > 1 else ""
@@ -70,6 +71,18 @@ def _gain(row: _Row, ours: Cell | None, other: Cell | None) -> str:
         return "-"
     ratio = ours.median / other.median
     return f"{ratio if _UNITS[row[0]].endswith('/s') else 1 / ratio:.2f}"
+
+
+def _turns(row: _Row, ours: Cell | None, other: Cell | None) -> str:
+    """Return the median of each round's ratio, and the middle half: the machine's speed may move between rounds."""
+    common = sorted(set(ours.by_round) & set(other.by_round)) if ours and other else []
+    if not ours or not other or len(common) < 3 or not all(other.by_round[k] and ours.by_round[k] for k in common):
+        return "-"
+    ratios = [ours.by_round[k] / other.by_round[k] for k in common]
+    if not _UNITS[row[0]].endswith("/s"):
+        ratios = [1 / ratio for ratio in ratios]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.2f} [{low:.2f}..{high:.2f}]"
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
@@ -116,6 +129,7 @@ def render(path: Path, max_others: float | None = None) -> str:
                 max(found),
                 statistics.median(line["p99"] for line in some),
                 len(some),
+                {line.get("round", 0): line["p50"] for line in some},
             )
             for name, some in peers.items()
         }
@@ -134,6 +148,8 @@ def render(path: Path, max_others: float | None = None) -> str:
         parts.append(f"Others used {statistics.median(others):.2f} processors meanwhile, at most {max(others):.2f}.")
     if left_out:
         parts.append(f"{left_out} figures of busier moments than {max_others} processors are left out.")
+    if machine.get("transport", "host") != "host":
+        parts.append(f"Everybody over {machine['transport']}.")
     if machine.get("quick"):
         parts.append("**A quick run: these figures say only that everything works.**")
     text = [" ".join(parts), "", _compared(rows, cells), "", _everybody(rows, cells)]
@@ -143,7 +159,7 @@ def render(path: Path, max_others: float | None = None) -> str:
 
 
 def _compared(rows: list[_Row], cells: dict[_Row, dict[str, Cell]]) -> str:
-    head = ["figure", "fabric", "p99", "user memory", "best peer", "fabric : peer", "user : peer"]
+    head = ["figure", "fabric", "p99", "user memory", "best peer", "fabric : peer", "by round", "user : peer"]
     head += ["limit", "fabric : limit", "user limit", "user : limit"]
     body = []
     for row in rows:
@@ -152,12 +168,14 @@ def _compared(rows: list[_Row], cells: dict[_Row, dict[str, Cell]]) -> str:
         line = [_label(row), str(have.get("fabric", "-"))]
         line += [_short(have["fabric"].tail) if "fabric" in have else "-", str(have.get("fabric-user", "-"))]
         line += [f"{best} {have[best]}" if best else "-"]
-        line += [_gain(row, have.get(name), have[best] if best else None) for name in _OURS]
+        gains = [_gain(row, have.get(name), have[best] if best else None) for name in _OURS]
+        line += [gains[0], _turns(row, have.get("fabric"), have[best] if best else None), gains[1]]
         for name in _OURS:
             limit = have.get(_LIMITS[name])
             line += [_short(limit.median) if limit else "-", _gain(row, have.get(name), limit)]
         body.append(line)
-    return "Ratios above 1: fabric is better.\n\n" + _table(head, body)
+    note = "Ratios above 1: fabric is better. By round: the median of the rounds' ratios, and their middle half."
+    return note + "\n\n" + _table(head, body)
 
 
 def _everybody(rows: list[_Row], cells: dict[_Row, dict[str, Cell]]) -> str:

@@ -39,6 +39,11 @@ class Peer:
         return os.environ.get(self.variable) or (sys.executable if self.variable == "BENCH_PY_FABRIC" else None)
 
 
+#: How the two processes are joined -> what makes everybody use that. Mooncake has nothing but TCP without a NIC.
+TRANSPORTS = {
+    "host": {},
+    "tcp": {"FABRIC_BACKEND": "efa", "UCX_TLS": "tcp"},
+}
 PEERS = (
     Peer("limits", "BENCH_PY_FABRIC", "limits.py"),
     Peer("fabric", "BENCH_PY_FABRIC", "fabric_adapter.py", ("--variant", "engine")),
@@ -47,6 +52,11 @@ PEERS = (
     Peer("ucxx", "BENCH_PY_UCXX", "ucxx_adapter.py"),
     Peer("mpi", "BENCH_PY_MPI", "mpi_adapter.py"),
     Peer("mooncake", "BENCH_PY_MOONCAKE", "mooncake_adapter.py"),
+)
+#: With --transport tcp. Whose memory it is makes no difference there.
+TCP_PEERS = (
+    Peer("limits", "BENCH_PY_FABRIC", "limits_tcp.py"),
+    *(peer for peer in PEERS if peer.name in ("fabric", "nixl", "ucxx", "mooncake")),
 )
 
 
@@ -75,13 +85,13 @@ def wait_for_quiet(processors: float, patience: float) -> float:
             return used
 
 
-def measure(peer: Peer, extra: list[str], patience: float) -> list[dict[str, Any]]:
+def measure(peer: Peer, extra: list[str], patience: float, environ: dict[str, str]) -> list[dict[str, Any]]:
     """Run one peer in a session of its own; return its figures, each with how busy others were meanwhile."""
     begin, busy, own = time.monotonic(), busy_seconds(), own_seconds()
     command = [str(peer.interpreter), str(_HERE / peer.script), *peer.arguments, *extra]
     process = subprocess.Popen(
         command,
-        env=os.environ | {"BENCH_FENCE": "1"},
+        env=os.environ | environ | {"BENCH_FENCE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -135,8 +145,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("peers.jsonl"))
     parser.add_argument("--only", default="", help="comma list of: " + ", ".join(peer.name for peer in PEERS))
+    parser.add_argument("--transport", choices=tuple(TRANSPORTS), default="host", help="tcp: as between two hosts")
     parser.add_argument("--quick", action="store_true", help="does everything run and verify; no figures to quote")
     parser.add_argument("--ops", help="comma list of: write, paged, ping, submit, register")
+    parser.add_argument("--sizes", help="comma list of bytes: only writes of these")
     parser.add_argument("--timeout", type=float, default=150, help="seconds for one peer in one round")
     parser.add_argument("--quiet", type=float, default=0.3, help="begin when others use no more processors than this")
     parser.add_argument("--patience", type=float, default=60, help="seconds to wait for that; then begin anyway")
@@ -151,21 +163,24 @@ def main() -> int:
         print(render(options.report, options.max_others))
         return 0
     only = set(filter(None, options.only.split(",")))
-    if unknown := only - {peer.name for peer in PEERS}:
+    peers = PEERS if options.transport == "host" else TCP_PEERS
+    if unknown := only - {peer.name for peer in peers}:
         sys.exit(f"--only: unknown: {', '.join(sorted(unknown))}")
-    chosen = [peer for peer in PEERS if not only or peer.name in only]
+    chosen = [peer for peer in peers if not only or peer.name in only]
     for peer in chosen:
         if not peer.interpreter:
             print(f"{peer.name}: left out, {peer.variable} is not set", file=sys.stderr)
     extra = ["--quick"] * options.quick + (["--ops", options.ops] if options.ops else [])
+    extra += ["--sizes", options.sizes] if options.sizes else []
     bad = False
     with options.out.open("w", buffering=1) as out:
-        print(json.dumps(machine() | {"rounds": options.rounds, "quick": options.quick}), file=out)
+        about = {"rounds": options.rounds, "quick": options.quick, "transport": options.transport}
+        print(json.dumps(machine() | about), file=out)
         for number in range(options.rounds):
             for peer in [peer for peer in chosen if peer.interpreter][:: -1 if number % 2 else 1]:
                 before = wait_for_quiet(options.quiet, 0 if options.quick else options.patience)
                 begin = time.monotonic()
-                figures = measure(peer, extra, options.timeout)
+                figures = measure(peer, extra, options.timeout, TRANSPORTS[options.transport])
                 for figure in figures:
                     print(json.dumps(figure | {"round": number}), file=out)
                 wrong = [f for f in figures if "error" in f or f.get("verified") is False]

@@ -79,6 +79,7 @@ class PendingKv:
         self._unready = len(self._ranks)
         self._sources: list[PrefillRank] = []  # whom this request was sent to, in the order of their seals
         self._open: set[PrefillRank] = set()  # of those: who may still write
+        self._gone: FabricError | None = None  # why one of them writes no more: what has not arrived never will
         self._error: FabricError | None = None
         self._result: ReceivedKv | None = None
         self._done_calls: list[Callable[[PendingKv], object]] = []
@@ -199,6 +200,7 @@ class PendingKv:
             self._op = op
             self._moved.set()
         op.add_done_callback(self._advance)
+        self._give_up()
 
     def _advance(self, op: Expectation) -> None:
         """Take the next step if this one is done. Any thread, any number of times."""
@@ -312,7 +314,25 @@ class PendingKv:
         elif not ended and message is not None:
             self._fail(PrefillRefused(message.reason, peer=str(rank.address), op="prefill"))
         elif not ended:
-            self._fail(PeerLost("it is gone", peer=str(rank.address), op="prefill"))
+            self._lost(PeerLost("it is gone", peer=str(rank.address), op="prefill"))
+
+    def _lost(self, error: FabricError) -> None:
+        """A prefill rank writes no more. What it has written counts: it may have left as soon as all was there."""
+        with self._lock:
+            self._gone = self._gone or error
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """If a prefill rank is gone: take the steps that can still be taken, and fail at the first that cannot."""
+        while True:
+            with self._lock:
+                op, gone = self._op, self._gone
+            if op is None or gone is None:  # no op: whoever takes a step comes here after it
+                return
+            if not op.done:
+                self._fail(gone)
+                return
+            self._advance(op)
 
     def _settle(self, *, release: bool) -> None:
         if release:

@@ -242,7 +242,7 @@ class Ranks:
         # Not here: to deregister waits for copies under way, and this may be the callback thread.
         self._d.clock.call(0, lambda: self._revoke(rank, error))
         for pending in failed:
-            pending._fail(error)
+            pending._lost(error)
         for call in ready:
             call()
 

@@ -214,10 +214,12 @@ static void drain(int fd) {
     (void)rc; /* EAGAIN: nobody kicked */
 }
 
-static void sleep_until_something(fab_group *g, bool handed_over) {
+/* Returns whether there may be something: not if only a tick has passed. */
+static bool sleep_until_something(fab_group *g, bool handed_over) {
     uint64_t now = fab_now();
+    bool woken = true;
     bool poller = handed_over || now - atomic_load_explicit(&g->last_help, memory_order_relaxed) < POLLER_GONE_NS;
-    if (!poller && !fab_group_arm(g)) return;
+    if (!poller && !fab_group_arm(g)) return true;
     /* announce, then look once more: a submitter pushes, and then reads `sleeping` */
     atomic_store_explicit(&g->sleeping, 1, memory_order_seq_cst);
     if (!fab_ring_ready(&g->ring) && !atomic_load_explicit(&g->stop, memory_order_seq_cst)) {
@@ -237,11 +239,12 @@ static void sleep_until_something(fab_group *g, bool handed_over) {
                                           : idle                             ? IDLE_NS
                                                                              : TICK_NS)};
         FAB_COUNT(g->stats.sleeps, 1);
-        ppoll(fds, n, &tick, NULL);
+        woken = ppoll(fds, n, &tick, NULL) != 0;
         if (fds[0].revents) drain(g->efd);
     }
     atomic_store_explicit(&g->idle, 0, memory_order_relaxed);
     atomic_store_explicit(&g->sleeping, 0, memory_order_seq_cst);
+    return woken;
 }
 
 static void pin(const fab_group *g) {
@@ -309,8 +312,8 @@ void *fab_worker_main(void *arg) {
             fab_relax();
             continue;
         }
-        sleep_until_something(g, false);
-        idle_since = fab_now();
+        /* After a mere tick it looks once and does not spin: that would be the most of what an idle engine costs. */
+        idle_since = sleep_until_something(g, false) ? fab_now() : 0;
     }
     return NULL;
 }

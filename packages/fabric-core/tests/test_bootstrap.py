@@ -37,7 +37,7 @@ def test_a_lookup_waits_until_its_deadline(board: Board) -> None:
     begin = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="prefiller3"):
         board.lookup("prefiller3", 0.2)
-    assert 0.2 <= time.monotonic() - begin < 5
+    assert 0.2 <= time.monotonic() - begin < 30
     later = threading.Timer(0.1, board.publish, ["prefiller3", "here"])
     later.start()
     assert board.lookup("prefiller3", 20) == "here"

@@ -28,7 +28,7 @@ KIT = [
     "--pyargs",
     "fabric_core.conformance",
 ]
-ALL = ["--fabric-backend", "pysock", "--fabric-scale", "quick", "--fabric-slack", "2"]
+ALL = ["--fabric-backend", "pysock", "--fabric-scale", "quick", "--fabric-slack", "20"]
 
 pytestmark = pytest.mark.skipif(not EXAMPLE.is_dir(), reason=f"no source tree: {EXAMPLE} is not there")
 

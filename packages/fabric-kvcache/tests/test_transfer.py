@@ -105,7 +105,7 @@ def test_a_page_that_is_withheld_is_named_when_the_time_is_up(peers: conftest.Pe
         assert not pending.done
         with pytest.raises(DeadlineExceeded) as caught:
             pending.wait()
-        assert time.monotonic() - began < 4 + 3
+        assert time.monotonic() - began < 4 + 30
         layer, page = peer.WITHHELD
         text = str(caught.value)
         assert f"1 of {LAYOUT.layers * 8} pages missing: layer {layer} page {page} " in text
@@ -128,7 +128,7 @@ def test_a_prefiller_that_is_killed_in_the_middle_is_a_lost_peer(peers: conftest
         began = time.monotonic()
         with pytest.raises(PeerLost) as caught:
             pending.wait()
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 40
         assert str(prefiller.address) in str(caught.value)
         assert f"{LAYOUT.layers * 4} of {LAYOUT.layers * 8} pages missing: layer 3 page 0 " in str(caught.value)
         assert "the tail is missing" in str(caught.value)

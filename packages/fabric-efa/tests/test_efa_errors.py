@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from fabric_core import MrDesc, PeerLost, Transfer, TransferEngine, TransferError
+from fabric_core import MrDesc, NetAddr, PeerLost, Transfer, TransferEngine, TransferError
 from fabric_efa import library
 
 #: An engine that holds memory of both kinds, and takes away what lies behind a registration when it is told to.
@@ -131,6 +131,23 @@ def test_nothing_wakes_a_thread_beside_one_that_polls(start: Callable[[], Far], 
             while not one.done:
                 pass
         assert engine.stats()["sleeps"] - sleeps < 3 * took / 0.001, "one look in a millisecond is its due"
+
+
+@pytest.mark.parametrize(
+    ("domain", "code", "words"),
+    [
+        ("shm/6661#1f", "EPROTONOSUPPORT", "this engine is on provider {own}, that address is of shm: --provider or"),
+        ("{own}/999.0.0.1:4#1f", "EINVAL", "that is no address of provider {own}, which look like {own}/"),
+    ],
+)
+def test_an_address_that_this_provider_cannot_take_is_explained(tcp: str, domain: str, code: str, words: str) -> None:
+    with TransferEngine.open("cpu", "efa") as engine:
+        own = engine.address.domains[0].partition("/")[0]
+        address = "efa:" + domain.format(own=own)
+        error = error_of(engine.submit_send(NetAddr.parse(address), b"x", timeout=30))
+        assert error.code == code
+        assert words.format(own=own) in str(error)
+        assert address in str(error)
 
 
 def test_words_of_nobody_are_none(tcp: str) -> None:

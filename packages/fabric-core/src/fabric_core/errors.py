@@ -282,6 +282,11 @@ CODES: dict[str, Code] = {
         "a bad length, alignment or flag, or a defect in the backend",
         "run the backend's conformance kit: `fabric plugins --check NAME`",
     ),
+    "EPROTONOSUPPORT": Code(
+        "the peer's address is of another transport than this engine",
+        "the two sides chose different providers or backends",
+        "choose the same on both sides: see `fabric plugins` and `fabric devices`",
+    ),
     "EIO": Code(
         "the NIC or the backend failed in an unnamed way",
         "a hardware error, or an exception in a backend written in Python",

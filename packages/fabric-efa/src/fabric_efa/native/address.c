@@ -88,6 +88,19 @@ int fe_address_parse(const fe_dom *d, const char *text, size_t len, uint8_t *nam
     return 0;
 }
 
+void fe_address_explain(const fe_dom *d, const char *text, size_t len, int rc) {
+    char peer[FE_ADDRESS], prov[64], why[FE_WORDS];
+    snprintf(peer, sizeof peer, "%.*s", (int)(len < sizeof peer ? len : sizeof peer), text);
+    provider_name(d, prov, sizeof prov);
+    if (rc == -EPROTONOSUPPORT)
+        snprintf(why, sizeof why,
+                 "this engine is on provider %s, that address is of %.*s: --provider or FABRIC_EFA_PROVIDER, the same "
+                 "on both sides",
+                 prov, (int)strcspn(peer, "/"), peer);
+    else snprintf(why, sizeof why, "that is no address of provider %s, which look like %.200s", prov, d->address);
+    fe_words_keep(d->address, peer, rc, why);
+}
+
 /* shm's addresses are fi_shm://PID:USER:NUMBER. Two endpoints of one process that know each other bring it down: of 1.17
  * once one of them is closed, of 2.5 at once (docs/efa.md). Returns 0 for one of another process. */
 int fe_address_apart(const fe_dom *d, const char *text, size_t text_len, const uint8_t *name, uint32_t name_len) {

@@ -427,6 +427,8 @@ void *fe_mr_desc_of(fe_dom *d, uint64_t local_key);
 /* address.c */
 int fe_address_text(const fe_dom *d, const uint8_t *name, uint32_t len, uint64_t inc, char *buf, size_t cap);
 int fe_address_parse(const fe_dom *d, const char *text, size_t len, uint8_t *name, uint32_t *name_len, uint64_t *inc);
+/* Keep words that say why `fe_address_parse` did not take this address. */
+void fe_address_explain(const fe_dom *d, const char *text, size_t len, int rc);
 int fe_address_apart(const fe_dom *d, const char *text, size_t text_len, const uint8_t *name, uint32_t name_len);
 /* domain.c */
 uint64_t fe_clock(void);

@@ -236,6 +236,7 @@ static int open_locked(fe_dom *d, const char *addr, size_t len, uint32_t *peer) 
     uint32_t name_len = 0, id;
     uint64_t inc;
     int rc = fe_address_parse(d, addr, len, name, &name_len, &inc);
+    if (rc) fe_address_explain(d, addr, len, rc);
     if (!rc && d->apart) rc = fe_address_apart(d, addr, len, name, name_len);
     if (!rc) rc = find_id(d, &id);
     if (rc) return rc;

@@ -107,12 +107,13 @@ build/tidy/%.ok: $(NATIVE)/%.c $(shell find $(NATIVE) -name '*.h' 2>/dev/null) .
 	@$(TIDY) --quiet $< -- $(TIDY_FLAGS) 2>/dev/null
 	@touch $@
 
-# The backends' C, where the vendor's headers are: without them it is not compiled either.
+# The other packages' C, where the headers are that it needs: without a vendor's it is not compiled either.
 BACKEND_C := $(shell find $(filter-out $(CORE),$(PACKAGES)) -path '*/build/*' -prune -o -path '*/src/*/native/*.c' -print 2>/dev/null)
 BACKEND_H := $(shell find $(PACKAGES) -path '*/build/*' -prune -o -path '*/src/*/native/*.h' -print 2>/dev/null)
 HEADER_fabric-ibverbs := infiniband/verbs.h
 HEADER_fabric-efa := rdma/fabric.h
-HEADERS_HERE := $(foreach package,fabric-ibverbs fabric-efa,$(shell $(CC) -include $(HEADER_$(package)) -E -x c /dev/null >/dev/null 2>&1 && echo $(package)))
+HEADER_fabric-moe := stdint.h
+HEADERS_HERE := $(foreach package,fabric-ibverbs fabric-efa fabric-moe,$(shell $(CC) -include $(HEADER_$(package)) -E -x c /dev/null >/dev/null 2>&1 && echo $(package)))
 TIDIED_BACKENDS := $(patsubst packages/%.c,build/tidy/%.ok,$(foreach package,$(HEADERS_HERE),$(filter packages/$(package)/%,$(BACKEND_C))))
 build/tidy/%.ok: packages/%.c $(BACKEND_H) .clang-tidy | $(INSTALLED)
 	@mkdir -p $(@D)

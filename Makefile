@@ -50,7 +50,7 @@ venv: $(INSTALLED)
 # --- the C engine ----------------------------------------------------------------------------------------------------
 # pip compiled it at installation; this notices a later change. The stamp and not the .so is the target, so that an .so
 # of another name (a free-threaded Python) needs no rule of its own.
-NATIVE_FILES := $(shell find $(NATIVE) -name '*.[ch]' -o -name '*.py' 2>/dev/null) $(CORE)/hatch_build.py tools/build_native.py
+NATIVE_FILES := $(shell find $(NATIVE) -name '*.[ch]' -o -name '*.py' 2>/dev/null) $(CORE)/hatch_build.py $(CORE)/src/fabric_core/extension.py tools/build_native.py
 BACKEND_FILES := $(shell find $(filter-out $(CORE),$(PACKAGES)) -path '*/build/*' -prune -o \( -path '*/native/*.[chp]*' -o -name hatch_build.py \) -print 2>/dev/null)
 BUILT := $(CORE)/build/native/.in-tree
 $(BUILT): $(NATIVE_FILES) $(BACKEND_FILES) | $(INSTALLED)

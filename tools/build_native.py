@@ -39,14 +39,14 @@ def main() -> int:
     parser.add_argument("package", nargs="*", help=f"of {', '.join(known)}; default: all")
     options = parser.parse_args()
     for package in options.package or known:
-        hook = load_hook(package)
+        extension = load_hook(package).extension()
         try:
-            extension = hook.compile_native(force=options.force)
+            built = extension.compile(force=options.force)
         except cffi.VerificationError:
             print(f"{package}: its C does not compile: see the compiler's messages above", file=sys.stderr)
             return 1
-        if extension is not None:
-            print(hook.install_in_tree(extension))
+        if built is not None:
+            print(extension.install_in_tree(built))
     return 0
 
 

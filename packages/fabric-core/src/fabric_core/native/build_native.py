@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,22 +63,11 @@ HEADERS = ["fabric/domain.h", "fabric/engine.h", *(f"{part.name}/cdef_{part.name
 PREAMBLE = "".join(f'#include "{header}"\n' for header in HEADERS)
 
 
-def declarations(header: Path) -> str:
-    """Return what cffi can read of a header: comments and preprocessor lines taken out.
+def ffibuilder(declarations: Callable[[Path], str], cflags: list[str], ldflags: list[str]) -> FFI:
+    """Return the FFI object, ready to compile. All paths are absolute: cffi changes directory.
 
-    A header with a `cdef-begin` mark gives only what stands between it and `cdef-end`.
+    `declarations`: what turns a header into what cffi reads (`fabric_core.extension` has it).
     """
-    text = header.read_text()
-    marked = re.search(r"/\* cdef-begin.*?\*/(.*)/\* cdef-end \*/", text, re.DOTALL)
-    if marked:
-        text = marked.group(1)
-    text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
-    text = re.sub(r'^\s*(#.*|extern "C" \{|\}\s*)$', "", text, flags=re.MULTILINE)
-    return text.replace("1u << ", "1 << ").replace("= 1u", "= 1").replace("= 0u", "= 0")
-
-
-def ffibuilder(extra_cflags: list[str] | None = None, extra_ldflags: list[str] | None = None) -> FFI:
-    """Return the FFI object, ready to compile. All paths are absolute: cffi changes directory."""
     from cffi import FFI
 
     ffi = FFI()
@@ -92,8 +82,8 @@ def ffibuilder(extra_cflags: list[str] | None = None, extra_ldflags: list[str] |
         PREAMBLE + shim_source(),
         sources=[str(path) for path in SOURCES],
         include_dirs=[str(path) for path in INCLUDE],
-        extra_compile_args=[*CFLAGS, *(extra_cflags or [])],
-        extra_link_args=["-pthread", *(extra_ldflags or [])],
+        extra_compile_args=[*CFLAGS, *cflags],
+        extra_link_args=["-pthread", *ldflags],
         py_limited_api=True,
     )
     return ffi

@@ -60,7 +60,7 @@ def test_what_a_lost_prefiller_has_written_counts(whole: bool) -> None:
                     assert received.layer(0)[0].tobytes() == kv.tobytes()
                     assert received.tail == b"tail"
             else:
-                with pytest.raises(PeerLost, match="before all KV had arrived; the tail is missing"):
+                with pytest.raises(PeerLost, match="before all KV had arrived; "):
                     pending.wait(LIMIT)
         if not whole:
             job.abandon("the test is over")

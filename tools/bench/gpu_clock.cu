@@ -141,33 +141,48 @@ EXPORT int64_t *native_seen() { return seen_at; }
 EXPORT int64_t monotonic() { return now(); }
 
 /* ---- a kernel starts a transfer and waits for its arrival ------------------------------------------------ */
-__global__ static void start_and_wait(uint64_t *word, const uint64_t *flag, uint64_t until, uint64_t *out) {
-    out[0] = gtime();
-    asm volatile("membar.sys;" ::: "memory");
-    asm volatile("red.global.sys.add.u64 [%0], %1;" ::"l"(word), "l"(1ull) : "memory");
-    while (load(flag) < until) {}
-    out[1] = gtime();
+/* ADD: a fence and an addition, as prepared transfers ask for; STORE: by the word's only writer, a store with release;
+ * STAMPED: as ADD, behind a stamp that is written to GPU memory. A template: with a branch between them, the one that lies
+ * behind would be measured with one more fetch of instructions. */
+enum { ADD, STORE, STAMPED };
+template <int HOW>
+__global__ static void start_and_wait(uint64_t *word, uint64_t next, const uint64_t *flag, uint64_t until, int rounds,
+                                      uint64_t pause, uint64_t *out) {
+    for (int i = 0; i < rounds; i++) {
+        uint64_t from = gtime();
+        while (i && gtime() < from + pause) {} /* the next expectation is there already */
+        from = gtime();
+        if (HOW == STAMPED) *(volatile uint64_t *)out = from;
+        if (HOW == STORE) {
+            asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(next + i) : "memory");
+        } else {
+            asm volatile("fence.acq_rel.sys;" ::: "memory");
+            asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(word), "l"(1ull) : "memory");
+        }
+        while (load(flag) < until + i) {}
+        out[i] = gtime() - from;
+    }
 }
-EXPORT int proxy_once(uint64_t word, uint64_t flag, uint64_t until, uint64_t *ns) {
+/* `rounds` times in one kernel, at least `pause` ns apart: ns of each. */
+EXPORT int proxy_run(uint64_t word, uint64_t next, int how, uint64_t flag, uint64_t until, int rounds, uint64_t pause,
+                     uint64_t *ns) {
     CK((cudaError_t)-prepare());
-    uint64_t t[2];
-    start_and_wait<<<1, 1, 0, stream>>>((uint64_t *)word, (const uint64_t *)flag, until, gtimes);
+    auto kernel = how == ADD ? start_and_wait<ADD> : how == STORE ? start_and_wait<STORE> : start_and_wait<STAMPED>;
+    kernel<<<1, 1, 0, stream>>>((uint64_t *)word, next, (const uint64_t *)flag, until, rounds, pause, gtimes);
     CK(cudaStreamSynchronize(stream));
-    CK(cudaMemcpy(t, gtimes, 16, cudaMemcpyDefault));
-    *ns = t[1] - t[0];
+    CK(cudaMemcpy(ns, gtimes, 8 * rounds, cudaMemcpyDefault));
     return 0;
 }
 
-/* How often a thread that does nothing but look at the clock was away for longer than 5, 20, 100 us, in `seconds`. */
-EXPORT void clock_gaps(double seconds, int64_t out[4]) {
+/* A thread that does nothing but look at the clock for `seconds`: how long it was away each time, if over a microsecond.
+ * Returns how often; `gaps` gets the first `cap` of them, in ns. */
+EXPORT int clock_gaps(double seconds, int64_t *gaps, int cap) {
     int64_t end = now() + (int64_t)(seconds * 1e9), last = now();
-    out[0] = out[1] = out[2] = out[3] = 0;
+    int n = 0;
     while (last < end) {
         int64_t t = now(), gap = t - last;
-        if (gap > 5000) out[0]++;
-        if (gap > 20000) out[1]++;
-        if (gap > 100000) out[2]++;
-        if (gap > out[3]) out[3] = gap;
+        if (gap > 1000 && n++ < cap) gaps[n - 1] = gap;
         last = t;
     }
+    return n;
 }

@@ -32,6 +32,7 @@ from fabric_core import (
     Pages,
     PeerLost,
     RemoteAccessError,
+    ScatterDst,
     Transfer,
     TransferEngine,
     Unsupported,
@@ -197,6 +198,78 @@ def test_a_kernel_that_stays_comes_and_goes(driver: Driver) -> None:
             until = time.monotonic() + rng.choice([0, 0, 150e-6, 200e-6, 250e-6, 1e-3])
             while time.monotonic() < until:
                 pass
+
+
+@pytest.mark.parametrize("linger", [0, 300_000])
+def test_lists_of_pages_that_come_again(driver: Driver, linger: int) -> None:
+    """A kernel that stays keeps lists in GPU memory: more than fit, some differ in one number, several in flight."""
+    driver.enter()
+    page, total = 64, 4096
+    rng = np.random.default_rng(10)
+    lists = [rng.permutation(total).astype(np.uint32)[:n] for n in (1, 2, 3, 40, 40, 257, 512, 513, 700, 4095)]
+    targets = [numbers[::-1].copy() for numbers in lists]
+    for index, place in ((4, -1), (5, 0), (8, 350)):
+        for changed, same in ((lists, targets), (targets, lists)):
+            changed.append(changed[index].copy())
+            changed[-1][place] = np.setdiff1d(np.arange(total), changed[-1])[0]
+            same.append(same[index])
+    with (
+        TransferEngine.open("cuda:0", "local", gpu_linger_us=linger) as a,
+        TransferEngine.open("cuda:0", "local") as b,
+    ):
+        src = Memory(a, "gpu", page * total, driver)
+        dst = Memory(b, "gpu", page * total * len(lists), driver)  # for each list a part of its own
+        handle, _ = a.reg_mr(src.what)
+        _, desc = b.reg_mr(dst.what)
+        expected = np.zeros((len(lists), total, page), dtype=np.uint8)
+        for n in range(10):
+            data = rng.integers(0, 256, (total, page), dtype=np.uint8)
+            src.put(data.tobytes())
+            flying = []
+            for k in rng.permutation(len(lists)).tolist():
+                expected[k][targets[k]] = data[lists[k]]
+                where = (handle, Pages(lists[k], page)), (desc, Pages(targets[k], page, k * total * page))
+                flying.append(a.submit_paged_writes(page, None, *where))
+                if n % 2:
+                    flying[-1].wait(60)
+            for transfer in flying:
+                transfer.wait(60)
+            assert dst.get() == expected.tobytes(), n
+
+
+def test_c10_a_small_batch_does_not_end_the_large_one_before_it(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a kernel that stays: blocks that have nothing to do for the large one are done with the small one first."""
+    driver.enter()
+    monkeypatch.setenv("FAKE_CUDA_LATE_LISTS", "1")
+    piece, small, targets = 512 << 10, 64, 32  # the GPU's first blocks get the first piece, and each 16th after it
+    with (
+        TransferEngine.open("cuda:0", "local", gpu_linger_us=300_000) as a,
+        TransferEngine.open("cuda:0", "local") as b,
+    ):
+        nbytes = targets * piece
+        src, dst, other = (
+            Memory(a, "gpu", nbytes, driver),
+            Memory(b, "empty", nbytes, driver),
+            Memory(b, "gpu", 64, driver),
+        )
+        handle, _ = a.reg_mr(src.what)
+        (_, desc), (_, there) = b.reg_mr(dst.what), b.reg_mr(other.what)
+        cuts = [ScatterDst(desc, piece if i % 16 else small, i * piece, i * piece) for i in range(targets)]
+        ends = [cut.dst_offset + cut.length - 1 for cut in cuts]
+        with memoryview(dst.what) as view:
+            for n in range(1, 9):
+                driver.put(src.ptr, bytes([n]) * nbytes)
+                posted = a.stats()["wrs"] + targets
+                large = a.submit_scatter(None, None, None, handle, cuts)
+                while a.stats()["wrs"] < posted and not large.done:
+                    pass
+                a.stats()  # and begun
+                after = a.submit_paged_writes(64, None, (handle, Pages([0], 64)), (there, Pages([0], 64)))
+                large.wait(60)
+                assert [view[end] for end in ends] == [n] * targets, n
+                after.wait(60)
 
 
 def test_an_engine_for_host_memory_reaches_a_peers_gpu(driver: Driver, sides: Callable[..., Side]) -> None:

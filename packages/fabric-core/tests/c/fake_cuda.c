@@ -4,7 +4,7 @@
  *
  * FAKE_CUDA_DELAY_US: how long each command of a stream takes. FAKE_CUDA_NO_IPC: allocations have no handles, as torch's
  * expandable segments. FAKE_CUDA_FAIL_AFTER: kernels launched before the context breaks for good. FAKE_CUDA_REFUSE: the next
- * launch of a kernel is refused, as for want of memory; the context goes on. FAKE_CUDA_DEVICES: how many there are; a kernel that
+ * launch of a kernel is refused, as for want of memory; the context goes on. FAKE_CUDA_LATE_LISTS: see stay(). FAKE_CUDA_DEVICES: how many there are; a kernel that
  * writes to another one's memory breaks the context, as without peer access. */
 #ifndef _GNU_SOURCE
 #    define _GNU_SOURCE
@@ -98,23 +98,44 @@ static void list_of(const uint64_t *p, uint32_t n) {
     for (; n; n--, p += 3) memcpy((void *)p[0], (void *)p[1], p[2]);
 }
 
-/* fab_stay: ring, gone, mine, other, word, seq, epoch, idle, life */
+/* What a command of fab_stay says: its words lie at these places. Only after a batch it is told of. */
+static void stay_copy(const uint64_t *c, uint64_t ended) {
+    if (c[10]) memcpy((void *)c[0], (void *)c[10], 8 * (uint32_t)c[8]);
+    if (c[12]) list_of((const uint64_t *)c[0], (uint32_t)c[8]);
+    else pages_of((const uint32_t *)c[0], (uint32_t)c[8], c[1], c[2], c[4], c[5], (uint32_t)(c[8] >> 32));
+    /* where no block has a part, nobody tells */
+    if ((uint32_t)c[8] && (uint32_t)c[9]) atomic_store((_Atomic uint64_t *)(ended + c[6] % 4 * 8), c[6]);
+}
+
+/* fab_stay: ring, gone, mine, other, ended, seq, epoch, idle, life. With FAKE_CUDA_LATE_LISTS a list of pieces is done after
+ * what comes next, if that comes within 5 ms: as where some blocks have much to do for it, and for the next one nothing. */
 static void stay(const uint64_t *a) {
-    uint64_t seq = a[5], born = now_ns(), since = born;
+    uint64_t seq = a[5], born = now_ns(), since = born, held[16], held_at = 0;
     for (;; seq++) {
         const _Atomic uint64_t *c = (const _Atomic uint64_t *)(a[0] + seq % 4 * 128);
-        uint64_t t = 0;
+        uint64_t t = 0, now[16];
         bool rung = false;
         while (!(rung = c[3] == seq + 1 && c[7] == seq + 1 && c[11] == seq + 1 && c[15] == seq + 1) &&
-               (t = now_ns()) - since < a[7] && t - born < a[8])
+               (((t = now_ns()) - since < a[7] && t - born < a[8]) || held_at)) {
+            if (held_at && t - held_at > 5000000) {
+                stay_copy(held, a[4]);
+                held_at = 0;
+            }
             sched_yield();
+        }
         if (!rung || c[12] == 2) break;
-        if (c[12]) list_of((const uint64_t *)c[0], (uint32_t)c[8]);
-        else pages_of((const uint32_t *)c[0], (uint32_t)c[8], c[1], c[2], c[4], c[5], (uint32_t)(c[8] >> 32));
-        /* where no block has a part, nobody tells */
-        if ((uint32_t)c[8] && (uint32_t)c[9]) atomic_store((_Atomic uint64_t *)a[4], c[6]);
+        for (int i = 0; i < 16; i++) now[i] = c[i];
+        if (now[12] && !held_at && getenv("FAKE_CUDA_LATE_LISTS")) {
+            memcpy(held, now, sizeof held);
+            held_at = now_ns();
+        } else {
+            stay_copy(now, a[4]);
+            if (held_at) stay_copy(held, a[4]);
+            held_at = 0;
+        }
         since = now_ns();
     }
+    if (held_at) stay_copy(held, a[4]);
     atomic_store((_Atomic uint64_t *)a[1], seq);
     atomic_store((_Atomic uint64_t *)(a[1] + 8), a[6]);
 }

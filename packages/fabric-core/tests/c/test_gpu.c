@@ -9,6 +9,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
@@ -230,6 +231,33 @@ static void prepared(void) {
     shut(&b);
 }
 
+/* What was submitted goes on after its prepared transfer was closed: here both wait for the first contact. */
+static void closed_before_it_is_posted(void) {
+    for (uint32_t round = 0; round < 5; round++) {
+        side a = open_side("a", 1, 0), b = open_side("b", 1, 0);
+        give_memory(&a, true, 0);
+        give_memory(&b, true, FAB_ACCESS_REMOTE_WRITE);
+        uint64_t remote = know(&a, &b), word = fab_cuda_word_new(0), flag = fab_flag_new_on(0);
+        uint32_t idx[NPAGES];
+        for (uint32_t i = 0; i < NPAGES; i++) idx[i] = NPAGES - 1 - i;
+        memset(a.mem, 7, BYTES);
+        int rc;
+        int32_t refused;
+        fab_prepared *p = fab_prepare_paged(a.engine, a.local, idx, PAGE, 0, remote, idx, PAGE, 0, NPAGES, PAGE, -1, -1,
+                                            0, flag | 1, word, &rc);
+        CHECK(p, "%d", rc);
+        __atomic_fetch_add((uint64_t *)(uintptr_t)word, 1, __ATOMIC_RELEASE);
+        while (!fab_prepared_count(p, &refused)) sched_yield();
+        fab_prepared_close(p);
+        while (!__atomic_load_n((uint64_t *)(uintptr_t)flag, __ATOMIC_ACQUIRE)) usleep(10);
+        CHECK(*(uint64_t *)(uintptr_t)flag == 1 && b.mem[0] == 7 && b.mem[BYTES - 1] == 7);
+        fab_flag_drop(flag);
+        fab_cuda_word_free(word);
+        shut(&a);
+        shut(&b);
+    }
+}
+
 /* A GPU that adds to a word that was given back harms neither the words that are handed out next nor their list. */
 static void late_additions(void) {
     enum { WORDS = 1200 }; /* more than one allocation holds */
@@ -422,6 +450,7 @@ int main(void) {
     }
     for (int how = 0; how < 6; how++) ends(how);
     prepared();
+    closed_before_it_is_posted();
     late_additions();
     waits_for_ends();
     empty_pages(0);

@@ -95,6 +95,13 @@ typedef struct fab_work {
     uint32_t posted; /* units posted [lock] */
 } fab_work;
 
+/* Page lists, which a prepared transfer shares with those made of it: the sources' numbers, then the targets'. */
+typedef struct fab_lists {
+    _Atomic uint32_t users;
+    uint32_t npages, most_source, most_target;
+    uint32_t numbers[];
+} fab_lists;
+
 typedef struct fab_transfer {
     fab_slot slot;
     _Atomic uint32_t state; /* phase | flags [atomic] */
@@ -113,7 +120,8 @@ typedef struct fab_transfer {
     uint8_t final_pending, cancelling; /* [lock] */
     fab_work one;
     fab_work *works; /* &one, or into `owned` */
-    void *owned; /* page lists, works, message */
+    void *owned; /* works, message */
+    fab_lists *lists;
 } fab_transfer;
 
 typedef struct fab_waiter {
@@ -343,7 +351,17 @@ typedef struct fab_ends {
 } fab_ends;
 int fab_ends_find(fab_engine *e, uint64_t local, uint64_t remote, fab_ends *out);
 bool fab_imm_ok(int64_t imm);
-bool fab_pages_inside(uint64_t len, const uint32_t *idx, uint32_t n, uint64_t stride, uint64_t off, uint64_t page);
+int64_t fab_submit_lists(fab_engine *e, uint64_t local, fab_lists *lists, uint64_t sstride, uint64_t soff,
+                         uint64_t remote, uint64_t dstride, uint64_t doff, uint64_t page_len, int64_t imm, int32_t nic,
+                         uint64_t timeout_ns, uint64_t flag);
+
+/* lists.c */
+fab_lists *fab_lists_new(const uint32_t *source, const uint32_t *target, uint32_t npages); /* NULL: no memory */
+void fab_lists_hold(fab_lists *l);
+void fab_lists_let_go(fab_lists *l);
+/* Whether all pages lie inside: number * stride + offset + page, without overflow. */
+bool fab_lists_inside(const fab_lists *l, const fab_ends *at, uint64_t sstride, uint64_t soff, uint64_t dstride,
+                      uint64_t doff, uint64_t page);
 
 void fab_flag_hold(uint64_t flag);
 void fab_flag_let_go(uint64_t flag);

@@ -9,7 +9,7 @@ struct fab_prepared {
     fab_engine *e;
     uint64_t local, loff, remote, roff, len, timeout_ns, flag;
     uint64_t sstride, dstride;
-    uint32_t *sidx, *didx, npages; /* npages 0: one write */
+    fab_lists *lists; /* NULL: one write */
     int64_t imm, watch;
     int32_t nic;
     _Atomic uint64_t *word;
@@ -20,11 +20,11 @@ struct fab_prepared {
 };
 
 static int64_t submit(fab_prepared *p) {
-    if (!p->npages)
+    if (!p->lists)
         return fab_submit_write(p->e, p->local, p->loff, p->remote, p->roff, p->len, p->imm, p->nic, p->timeout_ns,
                                 p->flag);
-    return fab_submit_paged(p->e, p->local, p->sidx, p->sstride, p->loff, p->remote, p->didx, p->dstride, p->roff,
-                            p->npages, p->len, p->imm, p->nic, p->timeout_ns, p->flag);
+    return fab_submit_lists(p->e, p->local, p->lists, p->sstride, p->loff, p->remote, p->dstride, p->roff, p->len,
+                            p->imm, p->nic, p->timeout_ns, p->flag);
 }
 
 static void refuse(fab_prepared *p, int32_t why) {
@@ -64,7 +64,7 @@ static void fire(void *arg, uint64_t old, uint64_t value) {
 
 static void discard(fab_prepared *p) {
     fab_flag_let_go(p->flag);
-    free(p->sidx);
+    fab_lists_let_go(p->lists);
     free(p);
 }
 
@@ -82,15 +82,13 @@ static fab_prepared *watch(fab_prepared *p, uint64_t word, int *rc) {
 
 /* All is checked at each submit; here once, so that a mistake is told to the one who makes it. */
 static int check(const fab_prepared *p) {
-    static const uint32_t first[1] = {0};
-    const uint32_t *s = p->npages ? p->sidx : first, *d = p->npages ? p->didx : first, n = p->npages ? p->npages : 1;
     fab_ends at;
     int rc = fab_ends_find(p->e, p->local, p->remote, &at);
     if (rc) return rc;
     if (!fab_imm_ok(p->imm)) return -EINVAL;
     if (p->nic >= (int32_t)at.local->group->nnics) return -ENODEV;
-    return fab_pages_inside(at.local->len, s, n, p->sstride, p->loff, p->len) &&
-                   fab_pages_inside(at.remote->len, d, n, p->dstride, p->roff, p->len)
+    static const fab_lists one = {.npages = 1};
+    return fab_lists_inside(p->lists ? p->lists : &one, &at, p->sstride, p->loff, p->dstride, p->roff, p->len)
                ? 0
                : -ERANGE;
 }
@@ -100,8 +98,8 @@ static fab_prepared *prepare(fab_engine *e, uint64_t local, const uint32_t *sidx
                              uint64_t page_len, int64_t imm, int32_t nic, uint64_t timeout_ns, uint64_t flag,
                              uint64_t word, int *rc) {
     fab_prepared *p = calloc(1, sizeof *p);
-    if (p && npages) p->sidx = malloc(sizeof *sidx * npages * 2);
-    if (!p || (npages && !p->sidx)) {
+    if (p && npages) p->lists = fab_lists_new(sidx, didx, npages);
+    if (!p || (npages && !p->lists)) {
         free(p);
         *rc = -ENOMEM;
         return NULL;
@@ -113,20 +111,14 @@ static fab_prepared *prepare(fab_engine *e, uint64_t local, const uint32_t *sidx
     p->remote = remote;
     p->roff = doff;
     p->dstride = dstride;
-    p->npages = npages;
     p->len = page_len;
     p->imm = imm;
     p->nic = nic;
     p->timeout_ns = timeout_ns;
     p->flag = flag;
-    if (npages) {
-        p->didx = p->sidx + npages;
-        memcpy(p->sidx, sidx, sizeof *sidx * npages);
-        memcpy(p->didx, didx, sizeof *didx * npages);
-    }
     *rc = check(p);
     if (*rc) {
-        free(p->sidx);
+        fab_lists_let_go(p->lists);
         free(p);
         return NULL;
     }

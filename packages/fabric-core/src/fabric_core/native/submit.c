@@ -49,6 +49,7 @@ static int fresh(fab_engine *e, fab_group *g, uint32_t op, uint64_t timeout_ns, 
     t->nworks = 1;
     t->works = &t->one;
     t->owned = NULL;
+    t->lists = NULL;
     t->timer.link.next = t->timer.link.prev = NULL;
     *out = t;
     return 0;
@@ -129,43 +130,25 @@ int64_t fab_submit_write(fab_engine *e, uint64_t local, uint64_t loff, uint64_t 
     return launch(e, t, local);
 }
 
-/* The largest index decides: index * stride + offset + page must lie inside. Returns false on overflow too. */
-bool fab_pages_inside(uint64_t len, const uint32_t *idx, uint32_t n, uint64_t stride, uint64_t off, uint64_t page) {
-    uint32_t most = 0;
-    for (uint32_t i = 0; i < n; i++) most = idx[i] > most ? idx[i] : most;
-    uint64_t at, end;
-    return !__builtin_mul_overflow((uint64_t)most, stride, &at) && !__builtin_add_overflow(at, off, &at) &&
-           !__builtin_add_overflow(at, page, &end) && end <= len;
-}
-
-int64_t fab_submit_paged(fab_engine *e, uint64_t local, const uint32_t *sidx, uint64_t sstride, uint64_t soff,
-                         uint64_t remote, const uint32_t *didx, uint64_t dstride, uint64_t doff, uint32_t npages,
-                         uint64_t page_len, int64_t imm, int32_t nic, uint64_t timeout_ns, uint64_t flag) {
+int64_t fab_submit_lists(fab_engine *e, uint64_t local, fab_lists *lists, uint64_t sstride, uint64_t soff,
+                         uint64_t remote, uint64_t dstride, uint64_t doff, uint64_t page_len, int64_t imm, int32_t nic,
+                         uint64_t timeout_ns, uint64_t flag) {
     fab_ends at;
     int rc = fab_ends_find(e, local, remote, &at);
     if (rc) return rc;
     fab_group *g = at.local->group;
+    uint32_t npages = lists->npages;
     if (!npages || !fab_imm_ok(imm)) return -EINVAL;
     if (nic >= (int32_t)g->nnics) return -ENODEV;
-    if (!fab_pages_inside(at.local->len, sidx, npages, sstride, soff, page_len) ||
-        !fab_pages_inside(at.remote->len, didx, npages, dstride, doff, page_len))
-        return -ERANGE;
+    if (!fab_lists_inside(lists, &at, sstride, soff, dstride, doff, page_len)) return -ERANGE;
     fab_transfer *t;
     if ((rc = fresh(e, g, FAB_OP_PAGED, timeout_ns, flag, &t))) return rc;
-    /* the caller may change its lists at once: copied, in one allocation for a whole bulk transfer */
-    uint32_t *copy = malloc(sizeof *copy * npages * 2);
-    if (!copy) {
-        t->nworks = 0;
-        unmake(t);
-        return -ENOMEM;
-    }
-    memcpy(copy, sidx, sizeof *copy * npages);
-    memcpy(copy + npages, didx, sizeof *copy * npages);
-    t->owned = copy;
+    fab_lists_hold(lists);
+    t->lists = lists;
     fab_work *w = &t->one;
     fill(w, &at, FAB_WR_WRITE, soff, doff, page_len, npages, imm);
-    w->sidx = copy;
-    w->didx = copy + npages;
+    w->sidx = lists->numbers;
+    w->didx = lists->numbers + npages;
     w->sstride = sstride;
     w->dstride = dstride;
     fab_work_split(w, g, nic, t->slot.index, 1);
@@ -175,6 +158,17 @@ int64_t fab_submit_paged(fab_engine *e, uint64_t local, const uint32_t *sidx, ui
     }
     t->bytes = page_len * npages;
     return launch(e, t, local);
+}
+
+int64_t fab_submit_paged(fab_engine *e, uint64_t local, const uint32_t *sidx, uint64_t sstride, uint64_t soff,
+                         uint64_t remote, const uint32_t *didx, uint64_t dstride, uint64_t doff, uint32_t npages,
+                         uint64_t page_len, int64_t imm, int32_t nic, uint64_t timeout_ns, uint64_t flag) {
+    fab_lists *lists = fab_lists_new(sidx, didx, npages);
+    if (!lists) return -ENOMEM;
+    int64_t rc =
+        fab_submit_lists(e, local, lists, sstride, soff, remote, dstride, doff, page_len, imm, nic, timeout_ns, flag);
+    fab_lists_let_go(lists);
+    return rc;
 }
 
 int64_t fab_submit_many(fab_engine *e, uint32_t op, uint64_t local, const fab_target *targets, uint32_t n, int64_t imm,

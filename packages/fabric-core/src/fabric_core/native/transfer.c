@@ -15,7 +15,9 @@ void fab_transfer_let_go(fab_transfer *t) {
         if (t->op == FAB_OP_SEND) fab_peer_let_go(t->works[i].peer);
     }
     free(t->owned);
+    fab_lists_let_go(t->lists);
     t->owned = NULL;
+    t->lists = NULL;
 }
 
 static void finish(fab_group *g, fab_transfer *t, uint64_t now) {

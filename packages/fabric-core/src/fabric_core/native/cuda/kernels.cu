@@ -97,10 +97,12 @@ static __attribute__((device)) inline void tell(u64 left, u32 all, u64 word, u64
     asm volatile("st.volatile.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
-/* `n` pieces (dst, src, len) of at most per * chunk bytes: one warp takes one chunk of one piece at a time. */
-template <bool STAY> static __attribute__((device)) inline void copy_list(u64 list, u32 n, u32 per, u32 chunk) {
+/* `n` pieces (dst, src, len) of at most per * chunk bytes: one warp takes one chunk of one piece at a time. This block is
+ * number `me` of `all`. */
+template <bool STAY>
+static __attribute__((device)) inline void copy_list(u64 list, u32 n, u32 per, u32 chunk, u32 me, u32 all) {
     u32 warps = threads() >> 5, lane = tid() & 31;
-    for (u32 w = block() * warps + (tid() >> 5); w < n * per; w += blocks() * warps) {
+    for (u32 w = me * warps + (tid() >> 5); w < n * per; w += all * warps) {
         u32 i = w / per, part = w - i * per;
         u64 at = list + i * 24ull;
         u64 dst = load8<STAY>(at), src = load8<STAY>(at + 8), len = load8<STAY>(at + 16), off = (u64)part * chunk;
@@ -110,42 +112,67 @@ template <bool STAY> static __attribute__((device)) inline void copy_list(u64 li
     }
 }
 
-/* Pages of one length by their numbers: `n` source numbers, then `n` target numbers. */
+static __attribute__((device)) inline u32 of_lane(u32 v, u32 lane) {
+    return (u32)__nvvm_shfl_sync_idx_i32(0xffffffff, (int)v, (int)lane, 31);
+}
+static __attribute__((device)) inline u64 of_lane(u64 v, u32 lane) {
+    return (u64)of_lane((u32)(v >> 32), lane) << 32 | of_lane((u32)v, lane);
+}
+
+/* Pages of one length by their numbers: `n` source numbers, then `n` target numbers. A warp reads the numbers of its next 32
+ * chunks at once, one by each lane: they may lie in host memory, which is over a microsecond away. */
 template <bool STAY>
 static __attribute__((device)) inline void copy_pages(u64 numbers, u32 n, u64 src, u64 sstride, u64 dst, u64 dstride,
-                                                      u32 len, u32 per, u32 chunk) {
-    u32 warps = threads() >> 5, lane = tid() & 31;
-    for (u32 w = block() * warps + (tid() >> 5); w < n * per; w += blocks() * warps) {
-        u32 i = w / per, off = (w - i * per) * chunk, rest = len - off;
-        if (off >= len) continue;
-        u64 from = src + load4<STAY>(numbers + 4ull * i) * sstride,
-            to = dst + load4<STAY>(numbers + 4ull * (n + i)) * dstride;
-        copy_warp<STAY>(to + off, from + off, rest < chunk ? rest : chunk, lane);
+                                                      u32 len, u32 per, u32 chunk, u32 me, u32 all) {
+    u32 warps = threads() >> 5, lane = tid() & 31, total = n * per, step = all * warps;
+    for (u32 first = me * warps + (tid() >> 5); first < total; first += 32 * step) {
+        u32 mine = first + lane * step, from = 0, to = 0, rounds = (total - first + step - 1) / step;
+        if (lane < rounds) {
+            from = load4<STAY>(numbers + 4ull * (mine / per));
+            to = load4<STAY>(numbers + 4ull * (n + mine / per));
+        }
+        for (u32 k = 0; k < rounds && k < 32; k++) {
+            u32 off = (first + k * step) % per * chunk, rest = len - off;
+            u64 s = src + of_lane(from, k) * sstride, d = dst + of_lane(to, k) * dstride;
+            if (off >= len) continue;
+            copy_warp<STAY>(d + off, s + off, rest < chunk ? rest : chunk, lane);
+        }
     }
 }
 
 GLOBAL void fab_copy(u64 list, u32 n, u32 per, u32 chunk, u64 left, u64 word, u64 value) {
-    copy_list<false>(list, n, per, chunk);
+    copy_list<false>(list, n, per, chunk, block(), blocks());
     tell(left, blocks(), word, value);
 }
 
 GLOBAL void fab_copy_pages(u64 numbers, u32 n, u64 src, u64 sstride, u64 dst, u64 dstride, u32 len, u32 per, u32 chunk,
                            u64 left, u64 word, u64 value) {
-    copy_pages<false>(numbers, n, src, sstride, dst, dstride, len, per, chunk);
+    copy_pages<false>(numbers, n, src, sstride, dst, dstride, len, per, chunk, block(), blocks());
     tell(left, blocks(), word, value);
 }
 
 /* ---- the kernel that stays ------------------------------------------------------------------------- */
 
-static __attribute__((device)) inline u64 peek(u64 at) {
+/* Words that others write: always from memory; `hear` and `take` with acquire, from the host and from another block. One warp
+ * alone reads a word of the host's: strong loads of one host line come one after the other, a microsecond each. */
+static __attribute__((device)) inline u64 hear(u64 at) {
     u64 v;
-    asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
     return v;
 }
-static __attribute__((device)) inline void poke(u64 at, u64 v) {
-    asm volatile("st.volatile.global.u64 [%0], %1;" ::"l"(at), "l"(v) : "memory");
+static __attribute__((device)) inline u64 take(u64 at) {
+    u64 v;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
+    return v;
 }
-static __attribute__((device)) inline void fence() { asm volatile("membar.sys;" ::: "memory"); }
+static __attribute__((device)) inline void tell_host(u64 at, u64 v) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(v) : "memory");
+}
+static __attribute__((device)) inline void tell_blocks(u64 at, u64 v) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(v) : "memory");
+}
+static __attribute__((device)) inline void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+static __attribute__((device)) inline void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 static __attribute__((device)) inline u64 clock_ns() {
     u64 t;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
@@ -154,64 +181,109 @@ static __attribute__((device)) inline u64 clock_ns() {
 
 #define RING 4         /* commands: local/gpu.c has as many batches in flight at most */
 #define COMMAND \
-    128    /* bytes from one to the next: four sectors of three words and the command's number plus one, so that
-                        * whoever reads a sector with that number has read those words too */
-#define LEAVING (1ull << 63)
-#define LEAVE 2        /* in `kind` */
+    128 /* bytes from one to the next: four sectors of three words and a tag, so that whoever reads a sector with that tag
+            * has read those words too. The host's tag is the command's number plus one; the one inside the GPU, which also
+            * names the launch, grows from one to the next */
+#define TAGGED(lane) (((lane) & 3) == 3)
+#define LEAVE 2 /* in `kind` */
+#define COUNTERS 64 /* in `mine`, behind the number of batches that this launch has ended: of tell_end() */
+#define COMMANDS 128 /* in `mine`: for the other blocks */
+
+/* This block's part of a batch is copied; the last of `all` parts to end says so in the host's word of that batch. Not the
+ * first warp: it looks for the next command meanwhile. */
+static __attribute__((device)) inline void tell_end(u64 mine, u64 seq, u32 all, u64 ended, u64 value) {
+    sync_block();
+    if (tid() != 32) return;
+    if (all > 1) {
+        u64 left = mine + COUNTERS + seq % RING * 4;
+        u32 before;
+        fence_gpu();
+        asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(left) : "memory");
+        if (before != all - 1) return;
+        asm volatile("st.relaxed.gpu.global.u32 [%0], 0;" ::"l"(left) : "memory");
+    }
+    fence_sys();
+    tell_host(ended + value % RING * 8, value);
+    asm volatile("red.relaxed.gpu.global.add.u64 [%0], 1;" ::"l"(mine) : "memory");
+}
+
+/* A list that is to stay in GPU memory, by one warp. */
+static __attribute__((device)) inline void fetch(u64 to, u64 from, u32 bytes) {
+    for (u32 i = (tid() & 31) * 16; i < bytes; i += 8 * 512) {
+        v4 v[8];
+#pragma unroll
+        for (u32 k = 0; k < 8; k++)
+            if (i + 512 * k < bytes) v[k] = load16<true>(from + i + 512 * k);
+#pragma unroll
+        for (u32 k = 0; k < 8; k++)
+            if (i + 512 * k < bytes) store16(to + i + 512 * k, v[k]);
+    }
+}
+
+/* One warp hears the host's commands and passes them on. */
+static __attribute__((device)) inline void pass_on(u64 ring, u64 gone, u64 mine, u64 seq, u64 epoch, u64 idle,
+                                                   u64 life) {
+    u32 lane = tid() & 31;
+    u64 born = clock_ns(), since = born, first = seq;
+    for (;; seq++) {
+        u64 at = seq % RING * COMMAND + (lane & 15) * 8, v;
+        u32 rung;
+        for (;;) {
+            v = hear(ring + at);
+            rung = __nvvm_vote_all_sync(0xffffffff, !TAGGED(lane) || v == seq + 1);
+            u64 now = clock_ns();
+            if (rung || __nvvm_vote_any_sync(0xffffffff, now - born > life)) break;
+            if (!__nvvm_vote_any_sync(0xffffffff, now - since > idle)) continue;
+            if (__nvvm_vote_any_sync(0xffffffff, take(mine) == seq - first)) break; /* and nothing is being copied */
+            since = now;
+        }
+        rung = rung && of_lane(v, 12) != LEAVE;
+        u64 from = of_lane(v, 10);
+        if (rung && from) fetch(of_lane(v, 0), from, 8 * (u32)of_lane(v, 8));
+        if (TAGGED(lane)) v = epoch << 40 | (seq + 1);
+        if (lane == 12 && !rung) v = LEAVE;
+        __nvvm_bar_warp_sync(0xffffffff);
+        fence_gpu(); /* what the host wrote before the command, and the list, come before it for the other blocks too */
+        if (lane < 16) tell_blocks(mine + COMMANDS + at, v);
+        since = clock_ns();
+        if (!rung) break;
+    }
+    if (lane) return;
+    tell_host(gone, seq);
+    fence_sys();
+    tell_host(gone + 8, epoch);
+}
 
 /* Carries out commands of a ring in host memory, from number `seq` on, until none has come for `idle` ns, it is `life` ns old
- * or is told to: then it says how far it got, and is launched again when there is more. `mine`, in GPU memory: the number
- * up to which block 0 has passed commands on, the counters of tell(), and the commands; `other` is the same of the launch
- * before and after. Only block 0 looks at the host. */
-GLOBAL void fab_stay(u64 ring, u64 gone, u64 mine, u64 other, u64 word, u64 seq, u64 epoch, u64 idle, u64 life) {
-    __attribute__((shared)) static u64 next, c[16];
-    u64 born = clock_ns(), since = born, left = mine + 64, copies = mine + 128;
-    u32 warps = threads() >> 5;
-    if (block() == 0 && tid() == 0) poke(other, 0); /* for the next launch, which comes after all blocks of this one */
+ * or is told to: then it says how far it got, and is launched again when there is more. The first block passes commands on, the
+ * others copy. `mine`, in GPU memory, is this launch's; `other` that of the launch before and after. */
+GLOBAL void fab_stay(u64 ring, u64 gone, u64 mine, u64 other, u64 ended, u64 seq, u64 epoch, u64 idle, u64 life) {
+    __attribute__((shared)) static u64 both[2][16]; /* slow warps still read one while the first writes the next */
+    if (block() == 0) {
+        if (tid() == 0) tell_blocks(other, 0); /* for the next launch, which comes after all blocks of this one */
+        if (tid() < 32) pass_on(ring, gone, mine, seq, epoch, idle, life);
+        return;
+    }
+    u32 warps = threads() >> 5, me = block() - 1, others = blocks() - 1;
     for (;; seq++) {
-        if (block() == 0 && tid() < 32) {
-            u64 at = seq % RING * COMMAND + (tid() & 15) * 8, v;
-            u32 rung;
-            for (;;) {
-                v = peek(ring + at);
-                rung = __nvvm_vote_all_sync(0xffffffff, (tid() & 3) != 3 || v == seq + 1);
-                u64 now = clock_ns();
-                if (rung || __nvvm_vote_any_sync(0xffffffff, now - since > idle || now - born > life)) break;
-            }
-            rung = rung && __nvvm_shfl_sync_idx_i32(0xffffffff, (u32)v, 12, 31) != LEAVE;
-            if (rung && tid() < 16) poke(copies + at, v);
-            fence(); /* what the command reads is as it was when it was written; the copy is there before its number */
-            __nvvm_bar_warp_sync(0xffffffff);
-            if (tid() == 0) poke(mine, rung ? seq + 1 : LEAVING | seq);
-        }
-        if (tid() == 0) {
-            u64 go;
-            while (((go = peek(mine)) & ~LEAVING) <= seq && !(go & LEAVING)) {
-            }
-            next = (go & ~LEAVING) > seq;
-            asm volatile("membar.gl;" ::: "memory");
+        u64 *c = both[seq & 1], tag = epoch << 40 | (seq + 1);
+        if (tid() < 32) {
+            u64 at = mine + COMMANDS + seq % RING * COMMAND + (tid() & 15) * 8, v;
+            do v = take(at);
+            while (!__nvvm_vote_all_sync(0xffffffff, !TAGGED(tid()) || v >= tag));
+            if (tid() < 16) c[tid()] = v;
         }
         sync_block();
-        if (!next) break;
-        if (tid() < 16) c[tid()] = peek(copies + seq % RING * COMMAND + tid() * 8);
-        sync_block();
+        /* A block that came late, because others had the GPU, finds a later command here: this one has ended without it. */
+        if (c[3] != tag || c[7] != tag || c[11] != tag || c[15] != tag) continue;
+        if (c[12] == LEAVE) break;
         u32 n = (u32)c[8], len = (u32)(c[8] >> 32), per = (u32)c[9], chunk = (u32)(c[9] >> 32);
         u32 all = (n * per + warps - 1) / warps; /* so many blocks have something to do */
-        if (all > blocks()) all = blocks();
-        /* A block that came late, because others had the GPU, finds a later command here: this one has ended without it. */
-        if (c[3] != seq + 1 || c[7] != seq + 1 || c[11] != seq + 1 || c[15] != seq + 1) all = 0;
-        if (block() < all) {
-            if (c[12]) copy_list<true>(c[0], n, per, chunk);
-            else copy_pages<true>(c[0], n, c[1], c[2], c[4], c[5], len, per, chunk);
-            tell(left + seq % RING * 4, all, word, c[6]);
-        }
-        since = clock_ns();
-        sync_block(); /* before the command is overwritten */
-    }
-    if (block() == 0 && tid() == 0) {
-        poke(gone, seq);
-        fence();
-        poke(gone + 8, epoch);
+        if (all > others) all = others;
+        if (me >= all) continue;
+        if (c[12]) copy_list<true>(c[0], n, per, chunk, me, all);
+        else copy_pages<true>(c[0], n, c[1], c[2], c[4], c[5], len, per, chunk, me, all);
+        tell_end(mine, seq, all, ended, c[6]);
     }
 }
 

@@ -12,10 +12,20 @@ void fl_chan_views(fl_chan *ch, fl_side *imm, fl_side rec[FL_RINGS]) {
     }
 }
 
-void fl_imm_push(fl_side *s, const uint32_t *imm, uint32_t n) {
-    uint32_t *ring = (uint32_t *)(void *)s->data;
-    for (uint32_t i = 0; i < n; i++) ring[(s->tail + i) & (FL_IMMS - 1)] = imm[i];
-    s->tail += n;
+void fl_imm_put(fl_side *s, uint32_t imm, uint32_t count, bool merge) {
+    uint64_t *ring = (uint64_t *)(void *)s->data;
+    /* relaxed: only we write it */
+    if (merge && s->tail != atomic_load_explicit(s->tail_p, memory_order_relaxed)) {
+        uint64_t *last = &ring[(s->tail - 1) & (FL_IMMS - 1)], run = (*last >> 32) + count;
+        if ((uint32_t)*last == imm && run <= FL_IMM_RUN) {
+            *last = run << 32 | imm;
+            return;
+        }
+    }
+    ring[s->tail++ & (FL_IMMS - 1)] = (uint64_t)count << 32 | imm;
+}
+
+void fl_imm_publish(fl_side *s) {
     /* Publishes the entries, and with them every payload byte copied before (C10): all earlier plain stores come first
      * in a release, streaming stores were fenced by the caller. seq_cst: see channel.h. */
     atomic_store_explicit(s->tail_p, s->tail, memory_order_seq_cst);
@@ -58,7 +68,7 @@ void fl_rec_publish(fl_side *s, uint32_t len, struct fl_slot *owner) {
     uint32_t total = units(len);
     s->owner[at / FL_UNIT] = (fl_owner){owner, total};
     s->tail += total;
-    atomic_store_explicit(s->tail_p, s->tail, memory_order_seq_cst);   /* as in fl_imm_push */
+    atomic_store_explicit(s->tail_p, s->tail, memory_order_seq_cst);   /* as in fl_imm_publish */
 }
 
 fl_rec *fl_rec_front(fl_side *s, uint64_t avail, uint32_t *total, uint32_t *len) {

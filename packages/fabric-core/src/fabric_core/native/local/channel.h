@@ -21,7 +21,7 @@
 #include <sys/types.h>
 
 #define FL_MAGIC 0x6c6f6366u
-#define FL_VERSION 3u
+#define FL_VERSION 4u
 
 /* ---- shared memory objects (shm.c) --- */
 typedef struct fl_shm_head {
@@ -45,6 +45,7 @@ int fl_random(void *buf, size_t n);
 
 /* ---- the channel --- */
 #define FL_IMMS 8192u
+#define FL_IMM_RUN 65536u                /* the most that one entry stands for */
 #define FL_UNIT 64u                      /* records start and end on these */
 enum { FL_MSG, FL_BNC, FL_RINGS };
 #define FL_MSG_BYTES (256u << 10)
@@ -62,7 +63,7 @@ typedef struct fl_chan {
     _Alignas(64) _Atomic uint64_t busy; /* sender: odd while it writes into registered memory */
     _Atomic uint64_t fly_begun,
         fly_ended; /* sender: number of its last copy by a GPU, and up to which all have ended */
-    _Alignas(64) uint32_t imm[FL_IMMS];
+    _Alignas(64) uint64_t imm[FL_IMMS]; /* how many in a row << 32 | which */
     _Alignas(4096) uint8_t msg[FL_MSG_BYTES];
     _Alignas(4096) uint8_t bnc[FL_BNC_BYTES];
 } fl_chan;
@@ -109,7 +110,10 @@ static inline uint64_t fl_imm_room(fl_side *s, uint64_t need) {
     }
     return s->size - (s->tail - s->head);
 }
-void fl_imm_push(fl_side *s, const uint32_t *imm, uint32_t n);
+/* `count` times the same, at most FL_IMM_RUN: one entry, for which there must be room. Joined with the one before, if that is not
+ * published and `merge`. */
+void fl_imm_put(fl_side *s, uint32_t imm, uint32_t count, bool merge);
+void fl_imm_publish(fl_side *s);
 fl_rec *fl_rec_reserve(fl_side *s, uint32_t len); /* NULL: full */
 void fl_rec_publish(fl_side *s, uint32_t len, struct fl_slot *owner); /* the record just reserved, same len */
 bool fl_rec_fits(fl_side *s, uint32_t len);

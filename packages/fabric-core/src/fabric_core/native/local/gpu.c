@@ -4,6 +4,7 @@
  * microseconds per piece. Nothing waits for the GPU: a batch is launched and looked for in later polls. While batches are
  * in flight, requests gather for the next one, so batches grow with the load and are small without it. */
 #include "gpu_int.h"
+#include "numbers.h"
 
 #include <stdlib.h>
 #include <time.h>
@@ -84,6 +85,7 @@ static bool quiet(fl_gpu *g) {
 }
 
 uint64_t fl_gpu_done(fl_gpu *g) {
+    if (g->staying) fl_stay_count(g);
     /* acquire: the GPU wrote it after the data, with a fence for the whole system */
     uint64_t done = atomic_load_explicit(g->word, memory_order_acquire);
     if (done == g->begun) return done;
@@ -208,27 +210,16 @@ void fl_gpu_launch(fl_gpu *g, fl_link *l) {
     begun(g, l, r);
 }
 
-/* The greatest number, and a copy of them all. */
-static uint32_t take_numbers(uint32_t *to, const uint32_t *from, uint32_t n, uint32_t step) {
-    uint32_t most = 0;
-    if (step == 1)
-        for (uint32_t i = 0; i < n; i++) {
-            to[i] = from[i];
-            most = from[i] > most ? from[i] : most;
-        }
-    else
-        for (uint32_t i = 0; i < n; i++) {
-            to[i] = from[(uint64_t)i * step];
-            most = to[i] > most ? to[i] : most;
-        }
-    return most;
-}
-
 uint32_t fl_gpu_numbers(fl_gpu *g, const fab_pages *p, uint32_t *most_local, uint32_t *most_remote) {
     if (g->open || !room(g, g->linger_ns != 0)) return 0;
     uint32_t n = p->count < NUMBERS ? p->count : NUMBERS, *to = g->numbers[g->begun % FL_GPU_BATCHES];
-    *most_local = take_numbers(to, p->local_numbers, n, p->step);
-    *most_remote = take_numbers(to + n, p->remote_numbers, n, p->step);
+    g->kept = g->staying && p->step == 1 ? fl_stay_keep(g, p->local_numbers, p->remote_numbers, n) : NULL;
+    if (g->kept) {
+        fl_stay_most(g->kept, most_local, most_remote);
+        return n;
+    }
+    *most_local = fab_take_numbers(to, p->local_numbers, n, p->step);
+    *most_remote = fab_take_numbers(to + n, p->remote_numbers, n, p->step);
     return n;
 }
 
@@ -242,7 +233,8 @@ void fl_gpu_pages(fl_gpu *g, fl_link *l, const fab_pages *p, uint32_t n, const f
     void *arguments[] = {&numbers, &n, &src, &sstride, &dst, &dstride, &len, &per, &chunk, &g->left, &word, &value};
     if (g->begun == g->seen) g->seen_at = fl_now();
     if (g->staying) {
-        const fl_command c = {numbers, src, sstride, dst, dstride, value, n, len, per, chunk, FL_KIND_PAGES};
+        fl_command c = {numbers, src, sstride, dst, dstride, value, n, len, per, chunk, 0, FL_KIND_PAGES};
+        if (g->kept) fl_stay_list(g->kept, &c);
         begun(g, l, fl_stay_command(g, &c));
         return;
     }

@@ -19,17 +19,23 @@ static uint32_t take_imms(fl_link *l, fab_wc *wc, uint32_t cap) {
         broken(l);
         return 0;
     }
-    const uint32_t *ring = (const uint32_t *)(const void *)s->data;
+    const volatile uint64_t *ring =
+        (const volatile uint64_t *)(const void *)s->data; /* the peer's to write: read once */
     uint32_t n = 0;
     bool merge = !l->dom->rng;
     for (; avail; avail--, s->head++) {
-        uint32_t imm = ring[s->head & (FL_IMMS - 1)];
+        uint64_t entry = ring[s->head & (FL_IMMS - 1)];
+        uint32_t imm = (uint32_t)entry, count = (uint32_t)(entry >> 32);
+        if (!count || count > FL_IMM_RUN) {
+            broken(l);
+            break;
+        }
         if (merge && n && wc[n - 1].imm == imm) {
-            wc[n - 1].count++;
+            wc[n - 1].count += count; /* of all entries together below 2^32 */
             continue;
         }
         if (n == cap) break;
-        wc[n++] = (fab_wc){.kind = FAB_WC_IMM, .imm = imm, .count = 1, .peer = FAB_PEER_NONE};
+        wc[n++] = (fab_wc){.kind = FAB_WC_IMM, .imm = imm, .count = count, .peer = FAB_PEER_NONE};
     }
     return n;
 }

@@ -217,7 +217,8 @@ static void charge(run *r, uint64_t bytes) {
 static void flush(run *r) {
     if (!r->n) return;
     fl_copy_fence(); /* once per batch: streamed payload before the immediates (C10) */
-    fl_imm_push(&r->l->imm, r->imm, r->n);
+    for (uint32_t i = 0; i < r->n; i++) fl_imm_put(&r->l->imm, r->imm[i], 1, !r->l->dom->rng);
+    fl_imm_publish(&r->l->imm);
     r->n = 0;
     wake(r->l);
 }
@@ -415,19 +416,24 @@ static void rec_done(fl_slot *s, int status) {
 static void land(fl_link *l) {
     uint64_t done = fl_gpu_done(l->dom->gpu);
     int broken = fl_gpu_status(l->dom->gpu);
-    run r = {.l = l};
+    bool raised = false;
     atomic_store_explicit(&l->ch->fly_ended, done, memory_order_release); /* mr.c */
     for (fl_slot *s; (s = l->fly.head) && s->batch <= done;) {
         if (broken && !s->status) s->status = broken;
         uint64_t imms = !s->status && (s->wr.flags & FAB_WR_IMM) ? s->count : 0; /* `off` of them are out */
-        for (; s->off < imms && (r.n < IMM_BATCH || (flush(&r), true)) && imm_fits(&r, 1); s->off++)
-            r.imm[r.n++] = s->wr.imm;
+        for (uint64_t many; s->off < imms && fl_imm_room(&l->imm, 1); s->off += many) {
+            many = imms - s->off < FL_IMM_RUN ? imms - s->off : FL_IMM_RUN;
+            fl_imm_put(&l->imm, s->wr.imm, (uint32_t)many, true);
+            raised = true;
+        }
         if (s->off < imms) break;
         l->fly.head = s->next;
         if (!s->next) l->fly.tail = NULL;
         complete(s, s->status);
     }
-    flush(&r);
+    if (!raised) return;
+    fl_imm_publish(&l->imm);
+    wake(l);
 }
 
 /* Many pages as one request, where our GPU reaches both ends. One slot stands for all of them. */

@@ -101,7 +101,7 @@ class Opened:
         self.groups: list[MoeGroup] = []
 
     def __call__(self, case: Case) -> list[MoeGroup]:
-        made = MoeGroup.open_many(self.engines, case.config, range(case.ranks), Table())
+        made = MoeGroup.open_many(self.engines, case.config, range(case.ranks), Table(), device=case.device)
         self.groups += made
         return made
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ class Case:
     weighted: bool = True
     accumulate: bool = False
     seed: int = 0
+    device: str = "cpu"
     more: dict[str, Any] = field(default_factory=dict)  #: further values of MoeConfig
 
     def text(self) -> str:
@@ -192,13 +194,17 @@ def wanted(case: Case, rank: int, step: int, masked: Sequence[int] = ()) -> torc
     return found
 
 
-def dispatch(case: Case, group: MoeGroup, step: int) -> Step:
+def dispatch(case: Case, group: MoeGroup, step: int) -> Any:
     mine = given(case, group.rank, step)
-    return group.dispatch_send(mine.x, mine.ids, mine.weights, scales=mine.scales)
+    x, ids, weights = (tensor.to(case.device) for tensor in (mine.x, mine.ids, mine.weights))
+    scales = None if mine.scales is None else mine.scales.to(case.device)
+    return group.dispatch_send(x, ids, weights, scales=scales)
 
 
 def compute(case: Case, view: View) -> torch.Tensor:
     """Run this rank's experts over a view, as a caller would in each layout; results of the view's shape."""
+    if hasattr(view, "source_rows"):  # on a GPU
+        return compute(case, on_host(view)).to(case.device)
     received = view.received
     first = received.first_expert
     both = np.concatenate([view.tokens, view.scales], axis=-1)
@@ -224,6 +230,37 @@ def compute(case: Case, view: View) -> torch.Tensor:
     return sums.reshape(*view.shape, case.hidden)
 
 
+def on_host(view: Any) -> Any:
+    """A view on a GPU as one in host memory. Whatever lies in rows that do not count is poisoned."""
+    sources = view.source_rows.cpu().numpy().astype(np.int64)
+    counts, offsets = view.counts.cpu().numpy().astype(np.int64), view.offsets.cpu().numpy()
+    tokens, scales = view.tokens.cpu().numpy(), view.scales.cpu().numpy()
+    used = np.zeros(view.rows, np.bool_)
+    local, weights = view.local_ids, view.weights
+    if view.kind in ("contiguous", "masked"):
+        for e, n in enumerate(counts):
+            used[offsets[e] : offsets[e] + n] = True
+            padding = tokens[offsets[e] + n : offsets[e + 1]]
+            assert view.kind == "masked" or not padding.any(), "padding is not zero"
+    else:
+        local, weights = local.cpu().numpy(), weights.cpu().numpy()
+        for s, n in enumerate(np.diff(sources)):
+            at = int(sources[s]) if view.kind == "compact" else s * view.shape[1]
+            used[at : at + n] = True
+        local.reshape(view.rows, -1)[~used] = -1
+        rows = view.expert_rows.cpu().numpy()[: counts.sum()]
+        flat = local.reshape(view.rows, -1)
+        for e, n in enumerate(counts):  # the lists of rows say what the local ids say
+            lo = int(offsets[e])
+            assert rows[lo : lo + n].tolist() == np.nonzero(flat == e)[0].tolist()
+    for part in (tokens, scales):
+        part.reshape(view.rows, part.shape[-1])[~used] = 0xFF
+    return SimpleNamespace(
+        received=view.received, kind=view.kind, shape=view.shape, rows=view.rows, tokens=tokens, scales=scales,
+        counts=counts, offsets=offsets, local_ids=local, weights=weights,
+    )  # fmt: skip
+
+
 def view_of(case: Case, received: Any) -> View:
     made: dict[str, Callable[[], View]] = {
         "contiguous": lambda: received.contiguous(case.alignment),
@@ -244,9 +281,19 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(raw_a.contiguous().view(words), raw_b.contiguous().view(words)) if a.numel() else True
 
 
+def settle(case: Case, group: MoeGroup) -> None:
+    """On a GPU, what went wrong is known when the kernels are over."""
+    if case.device != "cpu":
+        torch.cuda.synchronize()
+        group.check()
+
+
 def finish(case: Case, group: MoeGroup, step: Step, number: int) -> torch.Tensor:
-    out = given(case, group.rank, number).added.clone() if case.accumulate else None
+    out = given(case, group.rank, number).added.clone().to(case.device) if case.accumulate else None
     found = group.combine_recv(step, out=out, accumulate=case.accumulate)
+    if case.device != "cpu":
+        settle(case, group)
+        found = found.cpu()
     assert isinstance(found, torch.Tensor)
     return found
 
@@ -259,6 +306,7 @@ def run_steps(case: Case, groups: Sequence[MoeGroup], steps: int, first: int = 0
         received = [group.dispatch_recv(step) for group, step in zip(groups, under_way, strict=True)]
         for group, got in zip(groups, received, strict=True):
             view = view_of(case, got)
+            settle(case, group)
             group.combine_send(view, compute(case, view), weighted=case.weighted)
         for group, step in zip(groups, under_way, strict=True):
             found = finish(case, group, step, number)

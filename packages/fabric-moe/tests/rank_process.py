@@ -15,7 +15,7 @@ import time
 from multiprocessing.connection import Connection
 
 import torch
-from moe_cases import Case, compute, dispatch, run_steps, view_of
+from moe_cases import Case, compute, dispatch, run_steps, settle, view_of
 
 from fabric_core import FabricError, TransferEngine
 from fabric_core.bootstrap import open_board
@@ -33,6 +33,7 @@ def half(case: Case, groups: list[MoeGroup], number: int, part: int) -> None:
         if part >= 3:
             for group, got in zip(groups, received, strict=True):
                 view = view_of(case, got)
+                settle(case, group)
                 group.combine_send(view, compute(case, view), weighted=case.weighted)
 
 
@@ -68,11 +69,13 @@ def serve(text: str, ranks: list[int], board: str, job: str, words: list[str], p
         if words:
             generation, members = int(words[0]), numbers(words[1])
             groups = [
-                MoeGroup.open(engine, config, rank, place, job=job, generation=generation, members=members)
+                MoeGroup.open(
+                    engine, config, rank, place, job=job, generation=generation, members=members, device=case.device
+                )
                 for rank in ranks
             ]
         else:
-            groups = MoeGroup.open_many([engine], config, ranks, place, job=job)
+            groups = MoeGroup.open_many([engine], config, ranks, place, job=job, device=case.device)
         pipe.send("open")
         while (line := pipe.recv()) != "end":
             began = time.monotonic()

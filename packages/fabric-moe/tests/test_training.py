@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from fabric_core import ConfigError, TransferEngine
 from fabric_moe import MoeConfig, MoeGroup, Table
@@ -108,6 +109,58 @@ def test_gradients_are_those_of_plain_torch(job: Job) -> None:
         assert (a.grad is None or not a.grad.any()) if b.grad is None else True
         if b.grad is not None:
             torch.testing.assert_close(a.grad, b.grad, **tolerance)
+
+
+@pytest.mark.parametrize("job", ["float64"], indirect=True)
+def test_recomputing_gives_the_same_gradients(job: Job) -> None:
+    """Activation checkpointing: backward runs the layer's forward once more, on all ranks, before its own backward."""
+    found: list[list[Any]] = []
+    for recompute in (False, True):
+        given = [inputs(rank, job.kind) for rank in range(RANKS)]
+
+        def run(rank: int, given: list[Any] = given, recompute: bool = recompute) -> None:
+            x, ids, weights = given[rank]
+            layer = job.layers[rank]
+            layer.zero_grad()
+            out = checkpoint(layer, x, ids, weights, use_reentrant=False) if recompute else layer(x, ids, weights)
+            (out.sin() * (1 + rank)).sum().backward()
+
+        job.on_all(run)
+        gradients = [p.grad for layer in job.layers for p in layer.experts.parameters()]
+        found.append([t.grad for one in given for t in (one[0], one[2])] + gradients)
+    for first, second in zip(*found, strict=True):
+        assert (first is None) == (second is None)
+        assert first is None or torch.equal(first, second)
+    assert sum(g is not None and bool(g.any()) for g in found[1]) > 3
+
+
+@pytest.mark.parametrize("job", ["float64"], indirect=True)
+def test_tokens_beyond_an_experts_capacity_are_dropped_by_an_id_of_none(job: Job) -> None:
+    """A caller's capacity: what is beyond gets -1; it adds nothing, and no gradient flows through it."""
+    given = [inputs(rank, job.kind) for rank in range(RANKS)]
+    capacity = 1  # tokens of each rank for each expert
+    for _, ids, _ in given:
+        for e in range(EXPERTS):
+            rows, slots = torch.nonzero(ids == e, as_tuple=True)
+            ids[rows[capacity:], slots[capacity:]] = -1
+
+    def run(rank: int) -> Any:
+        x, ids, weights = given[rank]
+        out = job.layers[rank](x, ids, weights)
+        out.square().sum().backward()
+        return out.detach()
+
+    found = job.on_all(run)
+    experts = [expert(e, job.kind) for e in range(EXPERTS)]
+    for rank in range(RANKS):
+        x, ids, weights = given[rank]
+        a, b = x.detach().requires_grad_(), weights.detach().requires_grad_()
+        out = plain(experts, a, ids, b)
+        out.square().sum().backward()
+        torch.testing.assert_close(found[rank], out.detach(), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(x.grad, a.grad, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(weights.grad, b.grad, rtol=1e-10, atol=1e-12)
+        assert not weights.grad[ids < 0].any()
 
 
 @pytest.mark.parametrize("job", ["float64"], indirect=True)

@@ -45,7 +45,7 @@ def simulate_command(
     ] = None,
     node: Annotated[int, typer.Option(min=1, help="Ranks of a node.")] = 8,
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a rank; default: the preset's.")] = None,
-    kernels: Annotated[str, typer.Option(help="What GPUs add: paper (published) or asked (a goal).")] = "paper",
+    kernels: Annotated[str, typer.Option(help="What GPUs add: paper, asked (a goal) or h200 (measured).")] = "paper",
     first_us: Annotated[float | None, typer.Option(min=0, help="Launch of dispatch to its first bytes.")] = None,
     recv_us: Annotated[float | None, typer.Option(min=0, help="Last row to the end of dispatch.")] = None,
     combine_first_us: Annotated[float | None, typer.Option(min=0, help="Launch of combine to its first bytes.")] = None,
@@ -55,7 +55,7 @@ def simulate_command(
 ) -> None:
     """Predict dispatch and combine on a cluster: real engine, virtual time, NICs with a cost model.
 
-    GPU kernels are inputs, not predictions. `node` is not built in this release: it says what it would be worth.
+    GPU kernels are inputs, not predictions.
     """
     from fabric_core.cli.models import Report
     from fabric_core.cli.render import emit_json
@@ -116,7 +116,7 @@ def _show(answers: list[Answer], checks: list[Check], kernels: Kernels) -> None:
         out,
         f"kernels ({kernels.name}): dispatch first bytes {kernels.first:g} us, receive {kernels.dispatch_recv:g} us; "
         f"combine first bytes {kernels.combine_first:g} us, receive {kernels.combine_recv:g} us: {kernels.source}",
-        "LEAST: the same bytes at the NIC's nominal rate. PAPER: as published, once per expert. `node` is not built.",
+        "LEAST: the same bytes at the NIC's nominal rate. PAPER: as published, once per expert.",
         *(
             f"{c.nic}, {c.what}: {c.predicted_us:.2f} us, the paper's Tables 8 and 9 say {c.paper_us:.2f} "
             f"({c.off_percent:+.1f}%)"

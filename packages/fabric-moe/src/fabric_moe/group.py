@@ -5,25 +5,34 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from fabric_core import BadRange, ConfigError, FabricError, TransferEngine
 from fabric_moe import combine, dispatch, faults
 from fabric_moe.config import MoeConfig
 from fabric_moe.dtypes import Bytes, as_rows, is_torch
+from fabric_moe.errors import StepError
 from fabric_moe.faults import Notes
 from fabric_moe.generation import Generation
 from fabric_moe.meet import Board
-from fabric_moe.received import Received
-from fabric_moe.step import RETURNED, SENT, Step
-from fabric_moe.views import View
+from fabric_moe.step import RETURNED, SENT
 from fabric_moe.window import Window
+
+if TYPE_CHECKING:
+    from fabric_moe.cuda.generation import GpuGeneration
 
 __all__ = ["MoeGroup"]
 
 log = logging.getLogger("fabric.moe")
 
 _CARDS = 30.0  # seconds that all ranks have to come together
+
+
+def halves() -> Any:
+    """Return the four halves on a GPU, which need torch and a driver."""
+    from fabric_moe.cuda import halves as found
+
+    return found
 
 
 class MoeGroup:
@@ -40,7 +49,7 @@ class MoeGroup:
 
     def __init__(
         self, engine: TransferEngine, config: MoeConfig, rank: int, board: Board, job: str, generation: int = 0,
-        members: Iterable[int] | None = None,
+        members: Iterable[int] | None = None, device: str | None = None,
     ) -> None:  # fmt: skip
         if not 0 <= rank < config.ranks:
             raise ConfigError(f"rank={rank!r}: ranks go from 0 to {config.ranks - 1}")
@@ -49,12 +58,14 @@ class MoeGroup:
         self.rank = rank
         self._board = board
         self._job = job
+        first = str(engine.devices[0]) if engine.devices else "cpu"
+        self.device = device or (first if first.startswith("cuda") else "cpu")  #: where the tokens are
         self._begin(generation, range(config.ranks) if members is None else members)
 
     @classmethod
     def open(
         cls, engine: TransferEngine, config: MoeConfig, rank: int, board: Board, *, job: str = "moe",
-        generation: int = 0, members: Iterable[int] | None = None, timeout: float = _CARDS,
+        generation: int = 0, members: Iterable[int] | None = None, device: str | None = None, timeout: float = _CARDS,
     ) -> Self:  # fmt: skip
         """Join a group: register memory, and meet the other ranks on the board.
 
@@ -63,20 +74,23 @@ class MoeGroup:
             board: where the ranks meet, see `fabric_core.bootstrap.open_board`, or a `Table` within one process.
             job: name of the group on the board, printable; every group needs its own.
             generation, members: of a group that has gone on without this rank and takes it in again by `regroup`.
+            device: where the tokens are: "cuda:0", or "cpu". Default: the first device of the engine.
             timeout: seconds that the other ranks have to come.
 
         Raises:
             ConfigError, ProtocolError: shapes that make no sense, or differ. DeadlineExceeded: a rank did not come.
         """
-        return cls._connected([cls(engine, config, rank, board, job, generation, members)], timeout)[0]
+        return cls._connected([cls(engine, config, rank, board, job, generation, members, device)], timeout)[0]
 
     @classmethod
     def open_many(
         cls, engines: Sequence[TransferEngine], config: MoeConfig, ranks: Sequence[int], board: Board, *,
-        job: str = "moe", timeout: float = _CARDS,
+        job: str = "moe", device: str | None = None, timeout: float = _CARDS,
     ) -> list[Self]:  # fmt: skip
         """Join with several ranks of one thread; rank i uses engine i modulo their number."""
-        groups = [cls(engines[i % len(engines)], config, rank, board, job) for i, rank in enumerate(ranks)]
+        groups = [
+            cls(engines[i % len(engines)], config, rank, board, job, device=device) for i, rank in enumerate(ranks)
+        ]
         return cls._connected(groups, timeout)
 
     @classmethod
@@ -91,13 +105,24 @@ class MoeGroup:
         return groups
 
     def _begin(self, number: int, members: Iterable[int]) -> None:
-        self.generation = Generation(self.engine, self.config, self.rank, number, members)
-        self.steps: list[Step | None] = [None] * self.config.depth
+        self.generation: Any  # a Generation, or a GpuGeneration, which has the same halves of meeting
+        if self.device == "cpu":
+            self.generation = Generation(self.engine, self.config, self.rank, number, members)
+            self.notes = Notes(self.generation)
+        else:
+            from fabric_moe.cuda.generation import GpuGeneration
+
+            self.generation = GpuGeneration(self.engine, self.config, self.rank, number, members, self.device)
+        self.steps: list[Any] = [None] * self.config.depth
         self.next_step = 1
         self.window = Window(self.config)
-        self.notes = Notes(self.generation)
         self.broken: FabricError | None = None  #: why no further step is taken
         self._board.publish(self._name(self.rank), self.generation.card())
+
+    @property
+    def gpu(self) -> GpuGeneration | None:
+        """The generation on a GPU; None for a group in host memory."""
+        return None if self.device == "cpu" else self.generation
 
     def _name(self, rank: int) -> str:
         return f"{self._job}.g{self.generation.number}.r{rank}"
@@ -105,8 +130,8 @@ class MoeGroup:
     # ---- the four halves
 
     def dispatch_send(
-        self, x: Any, topk_ids: Any, topk_weights: Any = None, *, scales: Any = None, live: int | None = None
-    ) -> Step:
+        self, x: Any, topk_ids: Any, topk_weights: Any = None, *, scales: Any = None, live: Any = None
+    ) -> Any:
         """Send each token to the ranks of its experts. Never waits for another rank.
 
         Args:
@@ -114,22 +139,32 @@ class MoeGroup:
             topk_ids: [T, k] integers; -1 is no expert; the same expert twice counts twice.
             topk_weights: [T, k], applied by `combine_send`; None: 1.
             scales: [T, ...] whatever travels with the tokens, `scale_bytes` for each.
-            live: only the first so many tokens take part.
+            live: only the first so many tokens take part; on a GPU also a tensor of one int32, read when the kernel
+                runs. There the result has all rows: those beyond are 0, or as they were if added to.
 
         Raises:
             BadRange: a shape or an id is wrong; nothing was sent. StepError: more than `depth` steps are under way.
             RankLost: the group is broken.
         """
         self._check()
+        if self.gpu is not None:
+            return halves().dispatch_send(self, x, topk_ids, topk_weights, scales, live)
         return faults.guard(self, lambda: dispatch.send(self, x, topk_ids, topk_weights, scales, live))
 
-    def dispatch_recv(self, step: Step, *, timeout: float | None = None) -> Received:
-        """Wait for the tokens of this rank's experts. Raises RankLost with those that did not come in time."""
+    def dispatch_recv(self, step: Any, *, timeout: float | None = None) -> Any:
+        """Wait for the tokens of this rank's experts. Raises RankLost with those that did not come in time.
+
+        Returns a Received; on a GPU a GpuReceived, and the view's kernel waits, for the group's `timeout`.
+        """
         self._check()
+        if self.gpu is not None:
+            self._must_be_ours(step)
+            return halves().dispatch_recv(step)
         step.must_be(SENT, "dispatch_recv")
+        self._must_be_ours(step)
         return faults.guard(self, lambda: dispatch.receive(self, step, self._seconds(timeout)))
 
-    def combine_send(self, view: View, y: Any, *, weighted: bool = True, dtype: str | None = None) -> None:
+    def combine_send(self, view: Any, y: Any, *, weighted: bool = True, dtype: str | None = None) -> None:
         """Send the experts' results back, summed for each token. Never waits for another rank.
 
         Args:
@@ -140,10 +175,14 @@ class MoeGroup:
             dtype: type of y, where it is not y's own: "bfloat16" for an array of uint16. Default then: `out_dtype`.
         """
         self._check()
+        if self.gpu is not None:
+            self._must_be_ours(view.step)
+            halves().combine_send(view, y, weighted, dtype)
+            return
         faults.guard(self, lambda: combine.send(self, view, y, weighted, dtype))
 
     def combine_recv(
-        self, step: Step, *, out: Any = None, accumulate: bool = False, timeout: float | None = None
+        self, step: Any, *, out: Any = None, accumulate: bool = False, timeout: float | None = None
     ) -> Any:
         """Wait for the sums of this rank's tokens: [T, hidden] of `out_dtype`, in the order they were given.
 
@@ -151,23 +190,48 @@ class MoeGroup:
             out: where to put them. accumulate: add to what is there.
 
         Returns `out`, or a fresh tensor or array, as the tokens were; bfloat16 without torch is uint16.
-        Raises RankLost with the ranks that did not come in time.
+        Raises RankLost with the ranks that did not come in time. On a GPU the result is there when the stream gets
+        there, and what went wrong is raised by the next call, or by `check`.
         """
         self._check()
+        if self.gpu is not None:
+            self._must_be_ours(step)
+            return halves().combine_recv(step, out, accumulate)
         step.must_be(RETURNED, "combine_recv")
+        self._must_be_ours(step)
         return faults.guard(self, lambda: combine.receive(self, step, out, accumulate, self._seconds(timeout)))
 
-    def discard(self, step: Step) -> None:
+    def discard(self, step: Any) -> None:
         """In place of `combine_send`, where no rank wants the result; `combine_recv` then raises StepError."""
         self._check()
+        if self.gpu is not None:
+            self._must_be_ours(step)
+            halves().discard(step)
+            return
+        self._must_be_ours(step)
         faults.guard(self, lambda: combine.discard(self, step))
+
+    def check(self) -> None:
+        """Raise what kernels on the GPU have met since the last call, after a synchronisation of the stream say.
+
+        RankLost with the ranks that did not come; BadRange for an expert that there is none of, or a view that was too
+        small. Every half does this first. Does nothing for a group in host memory unless it is broken.
+        """
+        self._check()
+
+    def unreachable(self) -> int:
+        """Return how many expert ids were left out on a GPU, since `open` or `mask`, for their ranks are masked.
+
+        Waits for the GPU. In host memory each step tells: `step.unreachable`.
+        """
+        return 0 if self.gpu is None else self.gpu.unreachable()
 
     # ---- members
 
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks that take part."""
-        return self.generation.members
+        return tuple(self.generation.members)
 
     def mask(self, ranks: Iterable[int], *, timeout: float = _CARDS) -> None:
         """Go on without some ranks: all others call this with the same ones. Steps that are under way are lost.
@@ -241,6 +305,14 @@ class MoeGroup:
     def _check(self) -> None:
         if self.broken is not None:
             raise self.broken
+        if self.gpu is not None and (error := self.gpu.report.error()) is not None:
+            if not self.gpu.usable():
+                self.broken = error
+            raise error
+
+    def _must_be_ours(self, step: Any) -> None:
+        if step is not self.steps[step.slot] or step.generation is not self.generation:
+            raise StepError(f"{step!r} belongs to another group, or to a generation that is over")
 
     def _seconds(self, timeout: float | None) -> float:
         seconds = self.config.timeout if timeout is None else timeout

@@ -49,6 +49,8 @@ def _layer_type() -> Any:
         def __init__(self, forward: MoeGroup, backward: MoeGroup, experts: Iterable[torch.nn.Module]) -> None:
             """See moe_layer."""
             super().__init__()
+            if (forward.device, backward.device) != ("cpu", "cpu"):
+                raise ConfigError("gradients flow through host memory only so far: open both groups with device='cpu'")
             wanted = backward_config(forward.config)
             if backward.config != wanted or backward.rank != forward.rank:
                 raise ConfigError(f"the group for gradients must be made with backward_config(): {wanted}")

@@ -157,7 +157,19 @@ static void limits_are_numbers(void) {
     CHECK(fab_range_mapped((uint64_t)(uintptr_t)map + 2 * page, page) == 1);
 }
 
+/* On few cores the worker leaves the work to a thread that polls: one that goes to sleep gives it back (decision 0002) */
+static void a_sleeper_polls_no_more(void) {
+    side a = make_side(1, 0, 0, 64, 0, 0);
+    a.engine->cfg.hand_over = 1;
+    _Atomic uint64_t *last_help = &a.engine->groups[0]->last_help;
+    int64_t imm = fab_imm_alloc(a.engine), never = fab_expect(a.engine, (uint32_t)imm, 1, 20000 * MS, NULL, 0);
+    CHECK(fab_expect_poll(a.engine, (uint64_t)never) == FAB_PENDING && atomic_load(last_help));
+    CHECK(fab_expect_wait(a.engine, (uint64_t)never, MS) == FAB_PENDING && !atomic_load(last_help));
+    drop_side(&a);
+}
+
 int main(void) {
+    a_sleeper_polls_no_more();
     peers_have_one_number();
     names_outlive_their_owners();
     receives_wait_for_room();

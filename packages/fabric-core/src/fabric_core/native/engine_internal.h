@@ -225,6 +225,7 @@ struct fab_group {
     _Atomic uint32_t armed;
     _Atomic uint32_t idle; /* sleeping without a tick: whoever adds a deadline kicks */
     _Atomic uint64_t last_help; /* when a poller last looked */
+    _Atomic uint32_t deaf; /* the worker sleeps a while without listening to the NICs: somebody else does its work */
     _Atomic uint32_t turned_away; /* pollers that found the lock taken */
     _Atomic uint32_t stop;
     FAB_ALIGNED fab_ring ring;

@@ -10,6 +10,15 @@ static void help_all(fab_engine *e, bool polling) {
     for (uint32_t i = 0; i < e->ngroups; i++) fab_group_help(e->groups[i], polling);
 }
 
+/* A waiter that goes to sleep may be who polled a moment ago, or held the lock, and whom the worker has left the work to (few
+ * cores): it has it back at once, not a millisecond later. Another thread that polls says so again with its next look. */
+static void stop_polling(fab_group *g) {
+    if (!g->engine->cfg.hand_over) return;
+    if (atomic_load_explicit(&g->last_help, memory_order_relaxed))
+        atomic_store_explicit(&g->last_help, 0, memory_order_relaxed);
+    if (atomic_load_explicit(&g->deaf, memory_order_relaxed)) fab_group_kick(g);
+}
+
 static int wait_state(fab_engine *e, _Atomic uint32_t *state, uint64_t timeout_ns) {
     uint64_t start = fab_now(), until = start + timeout_ns, spin_until = start + e->cfg.spin_ns;
     if (until < start) until = UINT64_MAX;
@@ -32,7 +41,10 @@ static int wait_state(fab_engine *e, _Atomic uint32_t *state, uint64_t timeout_n
         seen = atomic_fetch_or_explicit(state, FAB_WAITED, memory_order_seq_cst) | FAB_WAITED;
         if (phase(seen)) return phase(seen);
         bool quiet = true;
-        for (uint32_t i = 0; i < e->ngroups; i++) quiet = fab_group_arm(e->groups[i]) && quiet;
+        for (uint32_t i = 0; i < e->ngroups; i++) {
+            stop_polling(e->groups[i]);
+            quiet = fab_group_arm(e->groups[i]) && quiet;
+        }
         /* not quiet: something happened, or somebody else is at work and will wake us if it concerns us */
         uint64_t left = until - now, most = quiet ? 50000000ull : 500000ull;
         fab_futex_wait(state, seen, left < most ? left : most);

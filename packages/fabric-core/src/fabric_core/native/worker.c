@@ -239,7 +239,9 @@ static bool sleep_until_something(fab_group *g, bool handed_over) {
                                           : idle                             ? IDLE_NS
                                                                              : TICK_NS)};
         FAB_COUNT(g->stats.sleeps, 1);
+        atomic_store_explicit(&g->deaf, handed_over, memory_order_relaxed);
         woken = ppoll(fds, n, &tick, NULL) != 0;
+        atomic_store_explicit(&g->deaf, 0, memory_order_relaxed);
         if (fds[0].revents) drain(g->efd);
     }
     atomic_store_explicit(&g->idle, 0, memory_order_relaxed);
@@ -303,6 +305,10 @@ void *fab_worker_main(void *arg) {
             FAB_COUNT(g->stats.steps, 1);
             did = fab_step(g, now);
             fab_group_unlock(g);
+        } else if (e->cfg.hand_over) { /* on few cores whoever holds the lock may be waiting for this very core */
+            sleep_until_something(g, true);
+            idle_since = fab_now();
+            continue;
         }
         if (did) {
             idle_since = now;

@@ -1,42 +1,77 @@
 """The KV demo between two NICs: a prefiller on one, a decoder on the other, and the text of one process alone.
 
-In the emulated machine importing torch and transformers takes minutes, so this has a run of its own:
-`make test-verbs VERBS_ARGS=demo`.
+Twice: with a model of a few lines instead of torch (the demo's processes and everything that crosses the wire are the
+real ones), and with the real model. In the emulated machine importing torch and transformers takes minutes, so this
+has runs of its own: `make test-verbs VERBS_ARGS=stand-in` and `make test-verbs VERBS_ARGS=demo`.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from verbs_rig import grown, hardware, need
 
 pytestmark = [pytest.mark.nic, pytest.mark.slow, pytest.mark.timeout(1500)]
 
+ROLE = Path(__file__).resolve().parents[2] / "fabric-kvcache" / "tests" / "fleet_role.py"
 
-def test_the_kv_demo_between_two_nics_gives_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every page crosses the wire between two devices; keys, values, logits and text are equal to the last bit."""
+
+def demo() -> Any:
+    return pytest.importorskip("fabric_kvcache.demo.launch", reason="needs fabric-kvcache")
+
+
+@pytest.fixture
+def _two_nics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each role has its NIC: what the demo calls as its Python sees to that."""
     need(2)
-    kvcache = pytest.importorskip("fabric_kvcache.demo.launch", reason="needs fabric-kvcache")
-    from fabric_kvcache.demo.model import why_not
-
-    if reason := why_not():
-        pytest.skip(reason)
-    # Each role has its NIC: what the demo calls as its Python is this.
     python = tmp_path / "python"
     python.write_text(
-        '#!/bin/sh\ncase "$*" in *demo.prefiller*) nic=rxe0;; *) nic=rxe1;; esac\n'
+        '#!/bin/sh\ncase "$*" in *prefiller*) nic=rxe0;; *) nic=rxe1;; esac\n'
         f'FABRIC_VERBS_NICS=$nic exec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setenv("FABRIC_HEARTBEAT", "20")  # both compute on two slow processors
+
+
+def check(kind: Any, options: Any) -> None:
+    """Runs it: text, keys, values and logits are equal to the last bit, and the pages did cross the wire."""
     before = hardware("rxe0")
-    options = kvcache.Options(prompt="Why is the sea salt?", max_new_tokens=6, backend="ibverbs", nics=1, timeout=600)
-    with kvcache.Demo(options, lambda _text: None, print) as demo:
-        result = demo.run()
+    with kind(options, lambda _text: None, print) as running:
+        result = running.run()
     print(result)
     assert result.equal, result
     assert result.decoder.backend == "ibverbs"
     assert grown("rxe0", before).get("sent_pkts", 0) > 100
+
+
+@pytest.mark.usefixtures("_two_nics")
+def test_the_kv_demo_with_a_stand_in_for_the_model_between_two_nics() -> None:
+    """Its text follows from every byte of its cache, so another cache gives another text."""
+    launch = demo()
+    if not ROLE.exists():
+        pytest.skip("needs the tests of fabric-kvcache")
+
+    class StandIn(launch.Demo):  # type: ignore[misc, name-defined, unused-ignore]
+        def _program(self, role: str) -> list[str]:
+            return [sys.executable, str(ROLE), role]
+
+    prompt = "The keeper of the lighthouse wrote into his book. " * 12
+    check(StandIn, launch.Options(prompt=prompt, max_new_tokens=12, backend="ibverbs", nics=1, timeout=300))
+
+
+@pytest.mark.usefixtures("_two_nics")
+def test_the_kv_demo_between_two_nics_gives_the_same_tokens() -> None:
+    """Every page crosses the wire between two devices."""
+    launch = demo()
+    from fabric_kvcache.demo.model import why_not
+
+    if reason := why_not():
+        pytest.skip(reason)
+    check(
+        launch.Demo,
+        launch.Options(prompt="Why is the sea salt?", max_new_tokens=6, backend="ibverbs", nics=1, timeout=600),
+    )

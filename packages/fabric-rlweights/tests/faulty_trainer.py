@@ -36,8 +36,14 @@ def around(word: dict[str, Any], engine: TransferEngine, trainer: Trainer) -> An
     else:
         engine.__dict__.pop("submit_single_write", None)
 
+    if fault == "reverse" and trainer._sender is not None:
+        trainer._sender.tasks.reverse()
+
     def progress(done: int, total: int) -> None:
         nonlocal fault
+        if fault in ("SIGKILL", "SIGSTOP") and 2 * done >= total:  # something happens to another process
+            os.kill(word["pid"], getattr(signal, fault))
+            fault = None
         if fault == "kill" and 2 * done >= total:
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "stop" and 2 * done >= total:

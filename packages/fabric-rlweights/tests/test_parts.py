@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import queue
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric_core import ConfigError
+from fabric_core import ConfigError, TransferEngine
 from fabric_rlweights.arena import Arena, aligned
 from fabric_rlweights.balance import _heap, _sums
 from fabric_rlweights.boxes import overlap, refine, volume
+from fabric_rlweights.channel import Channel
 from fabric_rlweights.digest import MASK, box_digest, run_digest
 from fabric_rlweights.simulate import _queue
 
@@ -102,3 +105,12 @@ def test_queues_of_the_simulation_are_first_come_first_served(jobs: list[tuple[i
     for k in np.lexsort((arrives, who)).tolist():
         free[who[k]] = max(free.get(who[k], 0.0), arrives[k]) + took[k]
         assert found[k] == pytest.approx(free[who[k]])
+
+
+def test_an_engine_serves_one_role_at_a_time() -> None:
+    with TransferEngine.open() as engine:
+        first = Channel(engine, queue.Queue())
+        with pytest.raises(ConfigError, match="each needs an engine of its own"):
+            Channel(engine, queue.Queue())
+        first.close()
+        Channel(engine, queue.Queue()).close()

@@ -8,19 +8,17 @@ from fabric_core import NetAddr
 from fabric_rlweights.boxes import Ints
 from fabric_rlweights.columns import LAYOUTS, QUANTS, STAGING
 from fabric_rlweights.plan import ITEMSIZES, Plan
-from fabric_rlweights.protocol import Assign, encode
+from fabric_rlweights.protocol import Assign
 from fabric_rlweights.route import pack, route_of
 
 __all__ = ["assignment"]
 
 
-def assignment(plan: Plan, who: tuple[str, int], number: int, trainers: dict[int, NetAddr]) -> tuple[Assign, bytes]:
-    """Return what a rank is told, and the same without the plan's number, to see whether it is news."""
+def assignment(plan: Plan, who: tuple[str, int], number: int, trainers: dict[int, NetAddr]) -> Assign:
+    """Return what a rank is told of a plan."""
     role, rank = who
     if role == "trainer":
-        columns = route_of(plan, rank).to_wire()
-        message = Assign(number, columns, {}, [], 0, [])
-        return message, encode(Assign(0, columns, {}, [], 0, []))
+        return Assign(number, route_of(plan, rank).to_wire(), {}, [], 0, [])
     tensors = plan.destination.tensors
     mine = np.flatnonzero(tensors.rank == rank)
     mine = mine[np.argsort(tensors.number[mine])]
@@ -35,10 +33,7 @@ def assignment(plan: Plan, who: tuple[str, int], number: int, trainers: dict[int
     names = [tensors.names[tensor] for tensor in mine.tolist()]
     columns = {name: pack(column) for name, column in _boxes(plan, rank).items()}
     peers = [trainers[writer].to_bytes() for writer in writers if writer in trainers]
-    expected = plan.expected(rank)
-    return Assign(number, columns, staging, names, expected, peers), encode(
-        Assign(0, columns, staging, names, expected, peers)
-    )
+    return Assign(number, columns, staging, names, plan.expected(rank), peers)
 
 
 def _boxes(plan: Plan, rank: int) -> dict[str, Ints]:

@@ -9,9 +9,11 @@ from collections.abc import Callable
 
 from pydantic import BaseModel, ConfigDict
 
-from fabric_core import BackendError
+from fabric_core import BackendError, ConfigError
 from fabric_rlweights.job.launch import Job, Setup
+from fabric_rlweights.job.limit import rates
 
+LEAST_WATERMARK = 256  #: bytes
 __all__ = ["RlBench", "Watermark", "Watermarks", "Way", "bench", "watermarks"]
 
 
@@ -57,9 +59,10 @@ class RlBench(_Model):
     straight: float  #: share of it that is written out of the parameters, without a copy
     pieces: int
     plan_s: float
-    limit_gbyte_s: float  #: all trainer processes copy their share once, by memcpy, at the same time
+    limits_gbyte_s: dict[str, float]  #: as many processes as trainers copy as much, all at once: see job/limit.py
+    limit_gbyte_s: float | None  #: the larger of them
     ways: list[Way]
-    of_limit: float
+    of_limit: float | None
     over_rank0: float | None
     over_broadcast: float | None
 
@@ -70,7 +73,9 @@ def bench(setup: Setup, rounds: int, baselines: bool, note: Callable[[str], None
     seconds: dict[str, list[float]] = {}
     digests: dict[str, list[str]] = {}
     straight = moved = 0
-    rates = []
+    copied: dict[str, list[float]] = {}
+    if baselines:
+        _limit(setup, rounds, copied, note)
     with Job(setup) as job:
         plan = job.controller.plan
         assert plan is not None
@@ -82,10 +87,6 @@ def bench(setup: Setup, rounds: int, baselines: bool, note: Callable[[str], None
         for number in range(rounds):
             version = number + 2
             note(f"round {number + 1} of {rounds} ...")
-            if baselines:
-                answers = job.all(everybody, "limit", 120.0)
-                share = sum(answer.get("bytes", 0) for answer in answers)
-                rates.append(share / max(answer["seconds"] for answer in answers) / 1e9)
             job.all(job.receivers, "spoil")
             begin = time.monotonic()
             report, answers = job.update(version, 120.0)
@@ -102,10 +103,13 @@ def bench(setup: Setup, rounds: int, baselines: bool, note: Callable[[str], None
                 _digest(job, way, digests)
         wanted = int(plan.nbytes.sum())
         plan_s = _plan_again(job)
+    if baselines:  # before and after, for what else the machine does may change meanwhile
+        _limit(setup, rounds, copied, note)
+    limits = {kind: statistics.median(rates) for kind, rates in copied.items()}
+    limit = max(limits.values(), default=None)
     ways = [_way(name, times, wanted, digests) for name, times in seconds.items()]
     by_name = {way.name: way for way in ways}
     ours = by_name["fabric"].median_s
-    limit = statistics.median(rates) if rates else float("nan")
     return RlBench(
         trainers=setup.trainers,
         tp=setup.tp,
@@ -115,17 +119,26 @@ def bench(setup: Setup, rounds: int, baselines: bool, note: Callable[[str], None
         straight=straight / max(moved, 1),
         pieces=len(plan.pieces),
         plan_s=plan_s,
+        limits_gbyte_s=limits,
         limit_gbyte_s=limit,
         ways=ways,
-        of_limit=wanted / ours / 1e9 / limit,
+        of_limit=wanted / ours / 1e9 / limit if limit else None,
         over_rank0=by_name["rank0"].median_s / ours if "rank0" in by_name else None,
         over_broadcast=by_name["broadcast"].median_s / ours if "broadcast" in by_name else None,
     )
 
 
+def _limit(setup: Setup, rounds: int, copied: dict[str, list[float]], note: Callable[[str], None]) -> None:
+    note(f"{setup.trainers} processes copy as much, for the limit ...")
+    for kind, seen in rates(setup.model, setup.trainers, rounds).items():
+        copied.setdefault(kind, []).extend(seen)
+
+
 def watermarks(setup: Setup, limits: list[int], rounds: int, note: Callable[[str], None]) -> Watermarks:
     """Cast float32 weights to bfloat16 on their way, under each limit. Raises BackendError if one is exceeded."""
     runs: list[Watermark] = []
+    if min(limits, default=0) < LEAST_WATERMARK:
+        raise ConfigError(f"a watermark of {min(limits, default=0)} bytes: at least {LEAST_WATERMARK}, for two pieces")
     for limit in limits:
         note(f"a watermark of {limit} bytes ...")
         # two pieces at a time: one is made while the other is written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -46,19 +47,21 @@ def bench_command(
 ) -> None:
     """Update a real job on this host: FSDP2 x TP trainers, passive inference ranks; beside what frameworks do.
 
-    The limit is what the same trainer processes copy by memcpy, all at once. Every way must leave the same bytes at the
-    inference ranks: exit code 1 if not. Needs torch.
+    The limit is what as many processes copy by memcpy, all at once, plain or with streaming stores, whichever is
+    faster. Every way must leave the same bytes at the inference ranks: exit code 1 if not. Needs torch.
     """
     from fabric_core.cli.models import Report
     from fabric_core.cli.render import Column, console, emit_json, show_table, text_lines
     from fabric_core.cli.render import size as shown
     from fabric_rlweights.bench import RlBench, bench, watermarks
-    from fabric_rlweights.job.launch import Setup
-    from fabric_rlweights.job.model import Model
+    from fabric_rlweights.job.launch import Setup, tidy_when_terminated
+    from fabric_rlweights.job.model import Model, engine_table
 
+    tidy_when_terminated()
     if trainers % tp:
         raise ConfigError(f"--trainers {trainers} is no multiple of --tp {tp}")
     model = Model.of_bytes(bytes_of(size))
+    engine_table(model, 0, receivers)  # an error that names the numbers comes before any process is started
     setup = Setup(model, trainers=trainers, receivers=receivers, tp=tp, baselines=baselines)
     if under is not None:
         plain = Setup(
@@ -85,15 +88,14 @@ def bench_command(
             for way in data.ways
         ]
         show_table(out, columns, rows)
-        if baselines:
+        if data.of_limit is not None:
+            limits = ", ".join(f"{kind} {rate:.2f}" for kind, rate in data.limits_gbyte_s.items())
             over = [
                 f"{ratio:.1f} x faster than {name}"
                 for name, ratio in (("rank0", data.over_rank0), ("broadcast", data.over_broadcast))
                 if ratio is not None
             ]
-            text_lines(
-                out, "", f"{data.of_limit:.2f} of the copy limit, {data.limit_gbyte_s:.2f} GB/s; " + ", ".join(over)
-            )
+            text_lines(out, "", f"{data.of_limit:.2f} of the copy limit ({limits} GB/s); " + ", ".join(over))
     if problems:
         raise typer.Exit(BAD)
 
@@ -125,8 +127,7 @@ def _yes(equal: bool | None) -> str:
 def bytes_of(text: str) -> int:
     """Read "2GiB", "64MiB", "1000". Raises ConfigError."""
     units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1, "": 1}
-    number = text.strip().rstrip("KMGiB")
-    unit = text.strip()[len(number) :]
-    if unit not in units or not number.replace(".", "", 1).isdigit():
+    parts = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)", text.strip())
+    if parts is None or parts[2] not in units:
         raise ConfigError(f"{text!r} is no size; write 64MiB, 2GiB or a number of bytes")
-    return int(float(number) * units[unit])
+    return int(float(parts[1]) * units[parts[2]])

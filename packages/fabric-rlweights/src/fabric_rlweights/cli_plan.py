@@ -12,6 +12,7 @@ from fabric_core.cli.guard import BAD, guarded
 from fabric_core.cli.options import Json
 
 if TYPE_CHECKING:
+    from fabric_rlweights.boxes import Ints
     from fabric_rlweights.document import Explained, PlanDocument
     from fabric_rlweights.plan import Plan
 
@@ -101,7 +102,17 @@ def _made(trainers: Path | None, engines: Path | None, preset: str | None, witho
         lost = frozenset(int(rank) for rank in without.split(",") if rank)
     except ValueError:
         raise ConfigError(f"--without {without!r}: ranks separated by commas, e.g. 3,5") from None
+    unknown = sorted(lost - set(held.rank.tolist()))
+    if unknown:
+        raise ConfigError(
+            f"--without {without}: no trainer rank {unknown[0]} holds anything; there are {_ranks(held.rank)}"
+        )
     return make_plan(params, held, there, options=Options(piece_bytes=piece_bytes), without=lost)
+
+
+def _ranks(rank: Ints) -> str:
+    found = sorted(set(rank.tolist()))
+    return ", ".join(str(r) for r in found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
 
 
 @guarded
@@ -166,15 +177,14 @@ def diff_command(
     json: Json = False,
 ) -> None:
     """Say what is routed otherwise in another plan. Exit code 1 if anything is."""
-    from fabric_core.cli.render import Column, console, show_table, text_lines
+    from fabric_core.cli.models import Report
+    from fabric_core.cli.render import Column, console, emit_json, show_table, text_lines
     from fabric_core.cli.render import size as shown
-    from fabric_rlweights.document import PlanDocument
+    from fabric_rlweights.document import Changes, PlanDocument
 
     changes = PlanDocument.read(before).diff(PlanDocument.read(after))
     if json:
-        import json as encoder
-
-        print(encoder.dumps({"schema": "fabric.rl.diff/1", "data": [change.model_dump() for change in changes]}))
+        emit_json(Report[Changes](schema="fabric.rl.diff/1", data=Changes(params=changes)))
     elif not changes:
         text_lines(console(), "the same routes")
     else:

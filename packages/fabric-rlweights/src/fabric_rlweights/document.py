@@ -16,7 +16,7 @@ from fabric_rlweights.columns import LAYOUTS
 from fabric_rlweights.dtypes import NAMES
 from fabric_rlweights.plan import Plan
 
-__all__ = ["Change", "Column", "Explained", "PlanDocument", "Rank", "Route"]
+__all__ = ["Change", "Changes", "Column", "Explained", "PlanDocument", "Rank", "Route"]
 
 SCHEMA = "fabric.rl.plan/1"
 MAX_BYTES = 1 << 32
@@ -98,6 +98,12 @@ class Change(_Model):
     before: int  #: boxes
     after: int
     moved_bytes: int  #: that another trainer sends, or that go elsewhere
+
+
+class Changes(_Model):
+    """What another plan routes otherwise."""
+
+    params: list[Change]
 
 
 class PlanDocument(_Model):

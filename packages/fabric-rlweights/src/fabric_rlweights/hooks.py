@@ -14,7 +14,9 @@ class Hooks:
     """Called on the receiver's thread. What raises leaves the engine paused, and the report names this rank.
 
     In place: pause, (writes), finish/load, reset_caches, resume. With a double buffer: (writes), pause, finish/load,
-    exchange, reset_caches, resume. After a failed update in place there is no resume until one succeeds.
+    exchange, reset_caches, resume. After a failed update in place there is no resume until one succeeds, and no pause
+    either: the engine is paused already. `resume` is called when every rank has the new version, so that no two ranks
+    sample with different ones.
     """
 
     def pause(self, version: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fabric_core import MrDesc, MrHandle, NetAddr, TransferEngine
+from fabric_core import MrDesc, MrHandle, NetAddr, TransferEngine, WaitTimeout
 from fabric_rlweights.boxes import Ints
 from fabric_rlweights.quantise import Floats
 from fabric_rlweights.route import Route
@@ -116,11 +116,15 @@ class Magnitudes:
             timeout=max(0.0, deadline - time.monotonic()),
             peers=[addrs[rank] for rank in senders],
         )
-        while not expectation.done:
+        while True:
             check()
             wake.wait(max(0.0, deadline - time.monotonic()) + 0.1)  # the expectation ends by its own deadline
             wake.clear()
-        expectation.wait(0)
+            try:
+                expectation.wait(0)
+                return
+            except WaitTimeout:
+                continue  # woken to break it off: `check` raises
 
     def largest(self, row: int, shape: tuple[int, ...]) -> Floats:
         """Return the magnitudes of all blocks that a piece touches, everybody's parts taken together."""

@@ -6,8 +6,9 @@ of which parameter belongs where in them. Numbers of elements everywhere, except
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -33,6 +34,22 @@ def contiguous(shape: tuple[int, ...] | list[int], itemsize: int) -> tuple[int, 
     return tuple(reversed(strides))
 
 
+_MOST = 1 << 62  #: bytes, or a product of extents: what int64 columns hold
+_Axes = tuple[Annotated[int, Field(ge=-_MOST, lt=_MOST)], ...]
+
+
+def _within(what: str, shape: tuple[int, ...], strides: tuple[int, ...], item: int, offset: int = 0) -> None:
+    """Raise ValueError for strides that no memory of ours has."""
+    if any(step < 0 or step % item for step in strides):
+        raise ValueError(
+            f"{what}: strides of {strides} bytes; each is 0 or more, and a multiple of the element's {item}"
+        )
+    if math.prod(max(n, 1) for n in shape) * item >= _MOST:
+        raise ValueError(f"{what}: a shape of {shape} is more than any memory holds")
+    if offset + sum(max(n - 1, 0) * step for n, step in zip(shape, strides, strict=True)) >= _MOST:
+        raise ValueError(f"{what}: strides of {strides} bytes leave any memory")
+
+
 class Shard(_Doc):
     """A box of a parameter in the memory of a trainer rank."""
 
@@ -41,25 +58,27 @@ class Shard(_Doc):
     dtype: str
     start: tuple[int, ...]  #: of the box, in the whole parameter
     size: tuple[int, ...]
-    buffer: int = Field(ge=0)  #: which memory of the rank: the index of a registration
-    offset: int = Field(ge=0)  #: bytes from its begin to the box's first element
+    buffer: int = Field(ge=0, lt=1 << 31)  #: which memory of the rank: the index of a registration
+    offset: int = Field(ge=0, lt=_MOST)  #: bytes from its begin to the box's first element
     strides: tuple[int, ...]  #: bytes
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        itemsize_of(self.dtype)
+        item = itemsize_of(self.dtype)
         if not len(self.shape) == len(self.start) == len(self.size) == len(self.strides):
             raise ValueError(f"{self.param}: shape, start, size and strides must have the same length")
         for extent, first, count in zip(self.shape, self.start, self.size, strict=True):
             if first < 0 or count < 0 or first + count > extent:
                 raise ValueError(f"{self.param}: the box {self.start} + {self.size} leaves the shape {self.shape}")
+        _within(self.param, self.shape, (0,) * len(self.shape), item)
+        _within(self.param, self.size, self.strides, item, self.offset)
         return self
 
 
 class TrainerTable(_Doc):
     """What one trainer rank holds."""
 
-    rank: int = Field(ge=0)
+    rank: int = Field(ge=0, lt=1 << 24)
     shards: tuple[Shard, ...]
 
 
@@ -72,7 +91,7 @@ class Quant(_Doc):
 
     scheme: Literal["block", "tensor"]
     scales: str  #: name of the rank's tensor of float32 that takes the scales
-    block: int = Field(default=128, ge=1)
+    block: int = Field(default=128, ge=1, lt=1 << 31)
 
 
 class Tensor(_Doc):
@@ -86,17 +105,20 @@ class Tensor(_Doc):
     shape: tuple[int, ...]
     strides: tuple[int, ...]  #: bytes
     dtype: str
-    address: int = Field(default=0, ge=0)  #: in the rank's process; 0: not known, so it shares no memory with any other
+    address: int = Field(
+        default=0, ge=0, lt=1 << 63
+    )  #: in the rank's process; 0: not known, so it shares no memory with any other
     layout: Layout = "direct"
     quant: Quant | None = None
     #: boxes (start, size) that no parameter fills, e.g. padding of the vocabulary: they are left alone
-    keep: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    keep: tuple[tuple[_Axes, _Axes], ...] = ()
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        itemsize_of(self.dtype)
+        item = itemsize_of(self.dtype)
         if len(self.shape) != len(self.strides):
             raise ValueError(f"{self.name}: {len(self.shape)} axes, {len(self.strides)} strides")
+        _within(self.name, self.shape, self.strides, item)
         return self
 
 
@@ -108,17 +130,17 @@ class Entry(_Doc):
     """
 
     param: str
-    start: tuple[int, ...]  #: in the parameter
-    size: tuple[int, ...]
+    start: _Axes  #: in the parameter
+    size: _Axes
     tensor: str
-    at: tuple[int, ...]  #: in the tensor
-    axes: tuple[int, ...] = ()  #: empty: the last axes of the tensor, in order
+    at: _Axes  #: in the tensor
+    axes: _Axes = ()  #: empty: the last axes of the tensor, in order
 
 
 class EngineTable(_Doc):
     """What one inference rank wants."""
 
-    rank: int = Field(ge=0)
+    rank: int = Field(ge=0, lt=1 << 24)
     tensors: tuple[Tensor, ...]
     entries: tuple[Entry, ...]
     #: parameters that no entry could be recorded for -> why: they are delivered whole, for the engine's own loader

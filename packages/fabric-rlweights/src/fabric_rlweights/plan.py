@@ -44,8 +44,8 @@ class Options:
     pages_from: int = 2048
 
     def __post_init__(self) -> None:
-        if self.piece_bytes < 1 or self.pages_from < 1:
-            raise ConfigError(f"{self}: both are numbers of bytes above 0")
+        if not (0 < self.piece_bytes < 1 << 62 and 0 < self.pages_from < 1 << 62):
+            raise ConfigError(f"{self}: both are numbers of bytes, from 1 on and below 2**62")
 
 
 @dataclass
@@ -169,7 +169,7 @@ def _cut_up(params: Params, cells: Cells, destination: Destination, options: Opt
 def _split(
     want: Ints, cell: Ints, start: Ints, size: Ints, op: Ints, grain: Ints, item: Ints, options: Options
 ) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Cut along the outermost axis that has an extent, until every piece is small enough or has one row.
+    """Cut along the outermost axis that has an extent, until every piece is small enough or one element (or block).
 
     Quantised pieces are cut between blocks only: `grain` is the step on the last two axes.
     """
@@ -177,8 +177,8 @@ def _split(
     for axis in range(axes):
         long = volume(size) * item > options.piece_bytes
         step_of = grain if axis >= axes - 2 else np.ones_like(grain)
-        inner = np.prod(size[:, axis + 1 :], axis=1, dtype=np.int64) * item
-        step = np.maximum(options.piece_bytes // np.maximum(inner, 1) // step_of, 1) * step_of
+        rest = volume(size) // np.maximum(size[:, axis], 1) * item  # bytes of one index of this axis
+        step = np.maximum(options.piece_bytes // np.maximum(rest, 1) // step_of, 1) * step_of
         begin, end = start[:, axis], start[:, axis] + size[:, axis]
         base = begin // step_of * step_of  # blocks are counted from the parameter's begin
         parts = np.where(long, -(-(end - base) // step), 1)

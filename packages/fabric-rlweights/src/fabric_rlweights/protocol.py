@@ -1,10 +1,11 @@
 """What the three roles say to each other: small structs, in messages of bounded size that may be cut into parts.
 
-    trainer, receiver -> controller   Hello, Here, Offer, Ready, Sent, Received, Quiet, Committed
-    controller -> trainer             Assign, Go, Abort, Result
-    controller -> receiver            Assign, Begin, Commit, Abort, Result, Seed
+    trainer, receiver -> controller   Hello, Here, Offer, Ready, Sent, Received, Quiet, Committed, Resumed, Leave
+    controller -> trainer             Assign, Go, Abort, Result, Call, Stop
+    controller -> receiver            Assign, Begin, Commit, Resume, Abort, Result, Seed, Call, Stop
 
-`attempt` numbers updates as the controller counts them: an answer to an earlier one is not heard.
+`attempt` numbers updates as the controller counts them: an answer to an earlier one is not heard. Each controller
+begins with the time of day, so that the numbers of two of them under one name differ, and the later one's are larger.
 """
 
 from __future__ import annotations
@@ -20,24 +21,29 @@ __all__ = [
     "Abort",
     "Assign",
     "Begin",
+    "Call",
     "Commit",
     "Committed",
     "Go",
     "Hello",
     "Here",
+    "Leave",
     "Message",
     "Offer",
     "Quiet",
     "Ready",
     "Received",
     "Result",
+    "Resume",
+    "Resumed",
     "Seed",
     "Sent",
+    "Stop",
     "decode",
     "encode",
 ]
 
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 1 << 30  #: of a message, all its parts together
 Role = Literal["trainer", "receiver"]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
@@ -86,6 +92,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     plan: int  #: that its route is of
     imm: _Imm  #: for magnitudes
     desc: _Blob
+    arrived: float = 0.0  #: by the clock of whoever receives it, who notes it here: `seconds` count from then on
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
@@ -145,18 +152,53 @@ class Received(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
-    """To a receiver: everybody has everything. Serve it."""
+    """To a receiver: everybody has everything. Stop serving what was, and make it what is served next."""
 
     attempt: int
     version: int
 
 
 class Committed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """A receiver has it, paused; or why its engine could not."""
+
+    attempt: int
+    rank: _Rank
+    problem: _Text
+
+
+class Resume(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """To a receiver: nobody serves what was any more. Serve it."""
+
+    attempt: int
+
+
+class Resumed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
     """A receiver serves it; or why its engine could not."""
 
     attempt: int
     rank: _Rank
     problem: _Text
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """To somebody who was taken for lost: say hello once more."""
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """To a receiver: serve nothing but this version, unless you heard of a later attempt. To anybody: you are out."""
+
+    attempt: int
+    version: int
+    reason: _Text
+    replaced: bool  #: another one says that it is this rank: take part no more
+
+
+class Leave(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """I go, and shall not come back."""
+
+    role: Role
+    rank: _Rank
+    addr: _Blob
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
@@ -209,6 +251,11 @@ Message = (
     | Received
     | Commit
     | Committed
+    | Resume
+    | Resumed
+    | Call
+    | Stop
+    | Leave
     | Abort
     | Quiet
     | Result

@@ -22,29 +22,32 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fabric_core import Expectation, MrDesc, MrHandle, NetAddr, TransferEngine, TransferError
-from fabric_rlweights.channel import Channel, Event, Lost
-from fabric_rlweights.digest import box_digest
-from fabric_rlweights.dtypes import itemsize_of
+from fabric_core import Expectation, FabricError, NetAddr, ProtocolError, TransferEngine
+from fabric_rlweights.channel import Channel, Event, Lost, address
+from fabric_rlweights.donation import Donation
 from fabric_rlweights.hooks import Hooks
-from fabric_rlweights.memory import Span, span_of
 from fabric_rlweights.meta import EngineTable
 from fabric_rlweights.protocol import (
     Abort,
     Assign,
     Begin,
+    Call,
     Commit,
     Committed,
     Hello,
     Here,
+    Leave,
     Quiet,
     Ready,
     Received,
     Result,
+    Resume,
+    Resumed,
     Seed,
     Sent,
+    Stop,
 )
-from fabric_rlweights.route import unpack
+from fabric_rlweights.weights import Weights
 
 __all__ = ["Receiver"]
 
@@ -72,30 +75,24 @@ class Receiver:
             memory: the tensors of the table by name: torch CPU tensors, or numpy arrays. Scales and padding too.
             version: of the weights that are in memory now; -1: none worth serving. A late one gets the current ones.
 
-        Raises KeyError naming a tensor of the table for which no memory is given.
+        Raises KeyError naming a tensor of the table for which no memory is given, BadRange naming one whose memory is
+        not as the table says, ProtocolError for a controller's address that is none.
         """
         self.engine, self.table, self.hooks = engine, table, hooks or Hooks()
-        self.rank, self.controller = table.rank, controller
+        self.rank, self.controller = table.rank, address(controller)
         self.version = version
         self._dirty = version < 0
-        self._double = double_buffer
-        direct = {t.name: t for t in table.tensors if t.layout == "direct"}
-        missing = sorted(direct.keys() - memory.keys())
-        if missing:
-            raise KeyError(
-                f"no memory is given for {', '.join(missing[:5])} ({len(missing)} tensors of rank {self.rank})"
-            )
-        self._real = {name: span_of(memory[name]) for name in direct}
-        self._tables = {t.name: t for t in table.tensors}
+        self._weights = Weights(engine, table, memory, double=double_buffer)
         self._inbox: queue.Queue[Event | _Arrived | None] = queue.Queue()
         self._channel = Channel(engine, self._inbox)  # type: ignore[arg-type]
         self._plan = -1
-        self._names: list[str] = []
-        self._now: list[Span] = []  # what is served, by number
-        self._next: list[Span] = []  # what is written to
-        self._handles: list[MrHandle] = []
-        self._descs: list[MrDesc] = []
         self._attempt = -1
+        self._aborted = -1  # the last one that was: messages may overtake each other
+        self._swapped = -1  # the attempt whose weights wait for `Resume`
+        self._resume = -2  # the attempt whose `Resume` came first
+        self._replaced = False
+        self._paused = False  # the hook `pause` was called, and `resume` was not since
+        self._donation: Donation | None = None
         self._imm: int | None = None
         self._decide_by: float | None = None
         self._changed = threading.Condition()
@@ -112,8 +109,11 @@ class Receiver:
 
     @property
     def tensors(self) -> dict[str, NDArray[np.uint8]]:
-        """The bytes to be served now, by name; with a double buffer other ones after each update."""
-        return {name: span.bytes() for name, span in zip(self._names, self._now, strict=True)}
+        """The bytes to be served now, by name; with a double buffer other ones after each update.
+
+        They may be held after the receiver and its engine were closed; nobody writes to them then.
+        """
+        return self._weights.bytes_now
 
     def wait_version(self, version: int, timeout: float) -> bool:
         """Wait until that version, or a later one, is served. Returns False when the time is up."""
@@ -121,6 +121,8 @@ class Receiver:
             return self._changed.wait_for(lambda: self.version >= version and not self._dirty, timeout)
 
     def _say_hello(self) -> None:
+        if self._replaced:
+            return
         data = zlib.compress(self.table.model_dump_json().encode())
         version = -1 if self._dirty else self.version
         self._channel.send(self.controller, Hello("receiver", self.rank, self.engine.address.to_bytes(), data, version))
@@ -132,13 +134,17 @@ class Receiver:
             self._say_hello()
 
     def close(self) -> None:
-        """Leave."""
+        """Leave, and tell the controller so: the next update does without this rank."""
         self._inbox.put(None)
         self._thread.join(10.0)
+        self._stop_donation()
+        if not self.engine.closed:
+            leave = Leave("receiver", self.rank, self.engine.address.to_bytes())
+            self._channel.send(self.controller, leave, timeout=1.0)
+            self._channel.flush(1.0)
         self._channel.close()
         self._drop_imm()
-        for handle in self._handles:
-            handle.close()
+        self._weights.close()
 
     def __enter__(self) -> Receiver:
         return self
@@ -172,55 +178,32 @@ class Receiver:
     def _assign(self, message: Assign) -> None:
         problem = ""
         try:
-            self._take_up(message)
+            self._drop_imm()
+            self._plan, self._expected = message.plan, message.expected
+            self._peers = [NetAddr.from_bytes(blob) for blob in message.peers]
+            self._weights.take_up(message)
         except Exception as error:
             log.exception("rank %d cannot take up the plan", self.rank)
             problem = f"{type(error).__name__}: {error}"
         self._tell(Here("receiver", self.rank, message.plan, problem[:4000]))
 
-    def _take_up(self, message: Assign) -> None:
-        self._drop_imm()
-        self._plan, self._names, self._expected = message.plan, message.names, message.expected
-        self._peers = [NetAddr.from_bytes(blob) for blob in message.peers]
-        self._boxes = {name: unpack(packed) for name, packed in message.columns.items()}
-        self._staging = message.staging
-        self._now, self._next = [], []
-        for number, name in enumerate(self._names):
-            if number in self._staging:
-                self._now.append(self._fresh(self._staging[number][0]))
-                self._next.append(self._now[-1])
-                continue
-            self._now.append(self._real[name])
-            self._next.append(self._fresh(self._real[name].nbytes) if self._double else self._real[name])
-        if self._double:  # what no parameter fills must be in both
-            for old, new in zip(self._now, self._next, strict=True):
-                if old is not new:
-                    np.copyto(new.bytes(), old.bytes())
-        self._register()
-
-    def _fresh(self, nbytes: int) -> Span:
-        memory = self.engine.empty(nbytes)
-        return Span(memory.ptr, nbytes, memory)
-
-    def _register(self) -> None:
-        """Register what is written to; what was registered before cannot be reached any more."""
-        for handle in self._handles:
-            handle.close()
-        made = [self.engine.reg_mr((span.address, span.nbytes)) for span in self._next]
-        self._handles, self._descs = [handle for handle, _ in made], [desc for _, desc in made]
-
     def _begin(self, message: Begin) -> None:
+        if message.attempt == self._aborted or self._replaced:
+            return
         self._drop_imm()
+        self._stop_donation()
+        self._swapped, self._decide_by = -1, None
         self._attempt, self._deadline = message.attempt, time.monotonic() + message.seconds
         self._digests = message.digests
         self._due = self._expected if message.expected < 0 else message.expected
         peers = [NetAddr.from_bytes(message.peer)] if message.peer else self._peers
         try:
-            if not self._double:
-                self.hooks.pause(message.version)
+            if not self._weights.double:
+                self._pause(message.version)
                 self._dirty = True
+            self._weights.filled = False
             if message.fence:
-                self._register()
+                self._weights.register()
             self._imm = imm = self.engine.alloc_imm()
             attempt = message.attempt
             self.engine.expect_imm_count(
@@ -234,40 +217,30 @@ class Receiver:
             log.exception("rank %d cannot begin update %d", self.rank, message.version)
             self._tell(Ready(message.attempt, self.rank, 0, {}, f"{type(error).__name__}: {error}"[:4000]))
             return
-        descs = {number: desc.to_bytes() for number, desc in enumerate(self._descs)}
-        self._tell(Ready(message.attempt, self.rank, imm, descs))
+        self._tell(Ready(message.attempt, self.rank, imm, self._weights.descs()))
 
     def _arrived(self, event: _Arrived) -> None:
         if event.attempt != self._attempt or self._imm is None:
             return
-        error = event.expectation.exception()
-        if error is not None:
+        try:
+            event.expectation.wait(0)  # not `exception()`: it polls, and the worker leaves what comes next to who polls
+        except FabricError as error:
             culprit = str(getattr(error, "peer", None) or "")
             have = self.engine.imm_count(self._imm)
             self._tell(
                 Received(self._attempt, self.rank, f"{have} of {self._due} writes arrived: {error}"[:4000], culprit, {})
             )
             return
-        surplus = self._drop_imm()
+        surplus = self.engine.imm_count(self._imm)
         if surplus:
-            text = f"{surplus} writes more than the {self._due} of the plan arrived: one was doubled"
-            self._tell(Received(self._attempt, self.rank, text, "", {}))
+            self._tell(Received(self._attempt, self.rank, self._too_many(surplus), "", {}))
             return
-        sums = self._sums() if self._digests else {}
+        sums = self._weights.digests(self._weights.next) if self._digests else {}
         self._decide_by = self._deadline + _SLACK
         self._tell(Received(self._attempt, self.rank, "", "", sums))
 
-    def _sums(self) -> dict[int, int]:
-        """Return the digest of what lies in each tensor now, as far as an update writes it."""
-        sums: dict[int, int] = {}
-        b = self._boxes
-        for row, number in enumerate(b["tensor"].tolist()):
-            part = box_digest(
-                self._next[number].bytes(), int(b["offset"][row]), tuple(b["size"][row].tolist()),
-                tuple(b["stride"][row].tolist()), int(b["item"][row]),
-            )  # fmt: skip
-            sums[number] = (sums.get(number, 0) + part) & ((1 << 64) - 1)
-        return sums
+    def _too_many(self, surplus: int) -> str:
+        return f"{surplus} writes more than the {self._due} of the plan arrived: one was doubled"
 
     def _commit(self, message: Commit) -> None:
         if message.attempt != self._attempt or self._decide_by is None:
@@ -275,41 +248,70 @@ class Receiver:
         self._decide_by = None
         problem = ""
         try:
-            if self._double:
-                self.hooks.pause(message.version)
+            if self._weights.double:
+                self._pause(message.version)
                 self._dirty = True
-                self._now, self._next = self._next, self._now
-            for number, (_nbytes, kind) in self._staging.items():
-                self._finish(self._names[number], self._now[number], kind)
-            if self._double:
-                self._register()
+            surplus = self._drop_imm()
+            if surplus:  # every trainer's writes have ended by now, so this is the last word
+                raise ProtocolError(self._too_many(surplus))
+            if self._weights.double:
+                self._weights.exchange()
+            self._weights.finish(self.hooks)
+            if self._weights.double:
+                self._weights.register()
                 self.hooks.exchange(self.tensors)
             self.hooks.reset_caches(message.version)
-            with self._changed:
-                self.version, self._dirty = message.version, False
-            self.hooks.resume(message.version)
+            self._swapped, self._next = message.attempt, message.version
         except Exception as error:
             log.exception("rank %d cannot serve version %d", self.rank, message.version)
             self._dirty = True
             problem = f"{type(error).__name__}: {error}"[:4000]
+        self._tell(Committed(message.attempt, self.rank, problem))
+        if self._resume == self._swapped:
+            self._serve()
+
+    def _resumed(self, message: Resume) -> None:
+        """Nobody serves the old version any more: the engine may go on, with the new one."""
+        self._resume = message.attempt
+        if self._resume == self._swapped:
+            self._serve()
+
+    def _serve(self) -> None:
+        attempt, self._swapped, problem = self._swapped, -1, ""
+        try:
+            with self._changed:
+                self.version, self._dirty, self._paused = self._next, False, False
+            self.hooks.resume(self.version)
+        except Exception as error:
+            log.exception("rank %d cannot serve version %d", self.rank, self.version)
+            self._dirty = True
+            problem = f"{type(error).__name__}: {error}"[:4000]
         with self._changed:
             self._changed.notify_all()
-        self._tell(Committed(message.attempt, self.rank, problem))
+        self._tell(Resumed(attempt, self.rank, problem))
 
-    def _finish(self, name: str, span: Span, kind: str) -> None:
-        data = span.bytes()
-        if kind == "fallback":
-            self.hooks.load(name.removeprefix("fallback:"), data)
-        elif kind == "staging":
-            self.hooks.finish(name, data)
-        else:  # a tensor of ours with strides that nobody writes piece by piece
-            tensor = self._tables[name]
-            item = itemsize_of(tensor.dtype)
-            bits = self._real[name].bytes()[: self._real[name].nbytes // item * item].view(f"<u{item}")
-            there = np.lib.stride_tricks.as_strided(bits, tensor.shape, tensor.strides)
-            np.copyto(there, data.view(f"<u{item}").reshape(tensor.shape))
+    def _stop(self, message: Stop) -> None:
+        """Somebody else is this rank now, or everybody else serves another version than we do."""
+        if message.replaced:
+            self._replaced = True
+        elif message.attempt < self._attempt or self.version == message.version:
+            return  # it was sent before we took part in a later update, or had ended the last one
+        log.error("rank %d serves nothing any more: %s", self.rank, message.reason)
+        self._stop_donation()
+        self._drop_imm()
+        self._pause_for_good()
+
+    def _stop_donation(self) -> None:
+        donation, self._donation = self._donation, None
+        if donation is not None:
+            donation.stop()
+
+    def _call(self, _message: Call) -> None:
+        self._say_hello()
 
     def _abort(self, message: Abort) -> None:
+        self._aborted = message.attempt
+        self._stop_donation()
         if message.attempt == self._attempt:
             self._drop_imm()
             self._decide_by = None
@@ -321,46 +323,41 @@ class Receiver:
         log.error(
             "rank %d: no word from the controller after the deadline; nothing is served until an update", self.rank
         )
+        self._pause_for_good()
+
+    def _pause_for_good(self) -> None:
+        """Until an update, that is."""
+        self._decide_by = None
         self._dirty = True
         try:
-            self.hooks.pause(self.version)
+            self._pause(self.version)
         except Exception:
             log.exception("rank %d: the hook `pause` failed", self.rank)
+
+    def _pause(self, version: int) -> None:
+        """Have the engine pause, unless it does already: after a failed update, say."""
+        if not self._paused:
+            self.hooks.pause(version)
+            self._paused = True
 
     def _result(self, message: Result) -> None:
         self.hooks.told(message.version, message.committed, message.reason)
 
     def _seed(self, message: Seed) -> None:
-        """Write what we serve to a peer that is late. Nobody else is stopped: our weights are only read."""
-        problem, culprit = "", ""
-        handles: list[MrHandle] = []
-        try:
-            transfers = []
-            for number, span in enumerate(self._now):
-                handle, _desc = self.engine.reg_mr((span.address, span.nbytes), write=False)
-                handles.append(handle)
-                desc = MrDesc.from_bytes(message.descs[number])
-                transfers.append(
-                    self.engine.submit_single_write(
-                        span.nbytes, message.imm, (handle, 0), (desc, 0), timeout=message.seconds
-                    )
-                )
-            for transfer in transfers:
-                transfer.wait(message.seconds)
-        except (TransferError, KeyError, ValueError, TimeoutError) as error:
-            problem, culprit = f"{type(error).__name__}: {error}", str(getattr(error, "peer", None) or "")
-        finally:
-            for handle in handles:
-                handle.close()
-        sums = {message.rank: self._sums_of_now()} if message.digests and not problem else {}
-        self._tell(Sent(message.attempt, self.rank, problem[:4000], culprit, sums, sum(s.nbytes for s in self._now)))
-
-    def _sums_of_now(self) -> dict[int, int]:
-        spare, self._next = self._next, self._now
-        try:
-            return self._sums()
-        finally:
-            self._next = spare
+        """Give what we serve to a peer that is late. Nobody is stopped for it: our weights are only read."""
+        if message.attempt == self._aborted:
+            return
+        self._stop_donation()
+        problem = ""
+        if self._dirty or self.version != message.version:
+            problem = f"rank {self.rank} does not serve version {message.version} any more"
+        elif not self._weights.donates:
+            problem = f"rank {self.rank} has no whole copies of its tensors of class staging or fall-back to give away"
+        if problem:
+            self._tell(Sent(message.attempt, self.rank, problem, "", {}, 0))
+            return
+        now = self._weights.now
+        self._donation = Donation(self.engine, self.rank, now, message, lambda: self._weights.digests(now), self._tell)
 
     def _drop_imm(self) -> int:
         imm, self._imm = self._imm, None
@@ -381,6 +378,9 @@ Receiver._handlers = {
     Begin: Receiver._begin,
     _Arrived: Receiver._arrived,
     Commit: Receiver._commit,
+    Resume: Receiver._resumed,
+    Call: Receiver._call,
+    Stop: Receiver._stop,
     Abort: Receiver._abort,
     Result: Receiver._result,
     Seed: Receiver._seed,

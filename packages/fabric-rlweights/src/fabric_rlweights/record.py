@@ -6,21 +6,23 @@
     table = recorder.table(rank, dict(model.named_parameters()))
 
 A loader may cut, index, transpose and reshape what it is given, as long as torch makes views of that; each `copy_` from
-such a view into a parameter's memory becomes entries. Anything else done to a weight (arithmetic, a copy of it) makes
-that weight a fall-back: it is delivered whole, to `Hooks.load`. Needs torch.
+such a view into a parameter's memory becomes entries. Anything else done to a weight (arithmetic, a copy of it), or to
+where it was copied to, makes that weight a fall-back: it is delivered whole, to `Hooks.load`; and with it every other
+weight of the same tensor, since a tensor is written whole or not at all. Needs torch.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from fabric_core import ConfigError
-from fabric_rlweights.dtypes import itemsize_of, torch_dtype
+from fabric_rlweights.dtypes import itemsize_of, name_of, torch_dtype
 from fabric_rlweights.memory import tensor_of
 from fabric_rlweights.meta import EngineTable, Entry, Layout, Quant, Tensor, contiguous
 
@@ -44,6 +46,14 @@ class _Copy:
     stride: tuple[int, ...]
     address: int  #: of the destination's first element
     there: tuple[int, ...]  #: its strides
+    source: str  #: element type that the weight was viewed as
+    target: str  #: and the destination
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """(first byte, end) of the destination."""
+        reach = sum((n - 1) * step for n, step in zip(self.size, self.there, strict=True) if n)
+        return self.address, self.address + reach + itemsize_of(self.target)
 
 
 class Recorder:
@@ -52,8 +62,11 @@ class Recorder:
     def __init__(self, params: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
         """`params`: the checkpoint's (that is, the trainer's) names, with shape and element type."""
         self._params = dict(params)
-        self._copies: list[_Copy] = []
+        self._copies: dict[_Copy, None] = {}  # in their order, each once
         self._failed: dict[str, str] = {}
+        self._places: dict[int, list[tuple[int, int, str]]] = {}  # storage -> (first byte, end, weight) copied there
+        self._longest: dict[int, int] = {}  # of those
+        self._touched: list[tuple[str, int]] = []  # (a weight that falls back, an address that its loader writes to)
         self._storage: dict[int, str] = {}  # of weights that are loaded -> name
         self._spoilt: dict[int, str] = {}  # of tensors that were computed from weights
         self._kept: list[Any] = []
@@ -101,12 +114,19 @@ class Recorder:
         flat = [a for arg in args for a in (arg if isinstance(arg, list | tuple) else [arg])]
         weights = [found for found in map(self._weight, flat) if found is not None]
         spoilt = [found for found in map(self._made_of, flat) if found is not None]
+        written = [value for value in _written(func, args, kwargs) if not value.is_meta]
         if not weights and not spoilt:
+            self._changed(name, written)
             return func(*args, **kwargs)
         if name == "copy_" and not args[0].is_meta:  # there is nothing to copy: it is only written down
             if weights and args[1] is not args[0] and self._weight(args[1]):
                 self._copied(weights[0], args[0], args[1])
+            self._touched += [(weight, int(args[0].data_ptr())) for weight in spoilt]
             return args[0]
+        if written:
+            self._touched += [(weight, int(value.data_ptr())) for weight in weights + spoilt for value in written]
+            for weight in weights:
+                self._failed.setdefault(weight, f"its loader calls {name}, which is no view")
         result = func(*args, **kwargs)
         if name in _VIEWS and not spoilt:
             return result
@@ -118,6 +138,19 @@ class Recorder:
                 self._kept.append(value)
         return result
 
+    def _changed(self, name: str, written: list[Any]) -> None:
+        """The engine writes to memory: weights that were copied there before are not what is there any more."""
+        for value in written:
+            begin = int(value.data_ptr())
+            reach = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+            end = begin + (reach + 1) * value.element_size() if value.numel() else begin
+            storage = int(value.untyped_storage().data_ptr())
+            places = self._places.get(storage, [])
+            low = bisect.bisect_left(places, (begin - self._longest.get(storage, 0), 0, ""))
+            for first, last, param in places[low : bisect.bisect_left(places, (end, 0, ""))]:
+                if first < end and begin < last:
+                    self._failed.setdefault(param, f"its loader calls {name} on what it was copied to")
+
     def _made_of(self, value: Any) -> str | None:
         """The weight that a tensor was computed from: no view of it, so what happens to it is not followed."""
         if hasattr(value, "untyped_storage") and getattr(value, "is_meta", False):
@@ -126,12 +159,17 @@ class Recorder:
 
     def _copied(self, weight: str, there: Any, here: Any) -> None:
         here = here.expand(there.shape)
-        self._copies.append(
-            _Copy(
-                weight, int(here.storage_offset()), tuple(here.shape), tuple(here.stride()), int(there.data_ptr()),
-                tuple(step * there.element_size() for step in there.stride()),
-            )
+        copy = _Copy(
+            weight, int(here.storage_offset()), tuple(here.shape), tuple(here.stride()), int(there.data_ptr()),
+            tuple(step * there.element_size() for step in there.stride()), name_of(here.dtype), name_of(there.dtype),
         )  # fmt: skip
+        if copy in self._copies:
+            return
+        self._changed("copy_", [there])
+        self._copies[copy] = None
+        storage, (begin, end) = int(there.untyped_storage().data_ptr()), copy.span
+        bisect.insort(self._places.setdefault(storage, []), (begin, end, weight))
+        self._longest[storage] = max(self._longest.get(storage, 0), end - begin)
 
     # ---- the table
 
@@ -167,17 +205,26 @@ class Recorder:
             for (name, tensor), value in zip(described.items(), tensors.values(), strict=True)
         )
         entries: list[Entry] = []
+        touched: dict[str, set[str]] = {}  # tensor -> weights that belong there
         for copy in self._copies:
-            if copy.param in self._failed:
-                continue
-            owner = next((name for begin, end, name in spans if begin <= copy.address < end), None)
+            owner = _owner(spans, copy.address)
             if owner is None:
+                if copy.param in self._failed:
+                    continue
                 raise ConfigError(f"rank {rank}: {copy.param} is copied to {copy.address:#x}, which no tensor has")
-            found = _entries(copy, self._params[copy.param], described[owner])
+            touched.setdefault(owner, set()).add(copy.param)
+            alike = _alike(copy, self._params[copy.param][1], described[owner].dtype)
+            found = _entries(alike, self._params[copy.param], described[owner]) if alike else None
             if found is None:
-                self._failed[copy.param] = "its loader's copy is no set of boxes"
+                what = "no set of boxes" if alike else f"of {copy.source} into {copy.target}, viewed so"
+                self._failed.setdefault(copy.param, f"its loader's copy is {what}")
             else:
                 entries += found
+        for weight, address in self._touched:
+            owner = _owner(spans, address)
+            if owner is not None:
+                touched.setdefault(owner, set()).add(weight)
+        self._spread(touched)
         entries = [entry for entry in entries if entry.param not in self._failed]
         loaded = {copy.param for copy in self._copies}
         for name in self._params.keys() - loaded - self._failed.keys():
@@ -186,6 +233,56 @@ class Recorder:
         addresses = {described[name].address for name in used}
         chosen = tuple(t for name, t in described.items() if name in used or t.address in addresses)
         return EngineTable(rank=rank, tensors=chosen, entries=tuple(entries), fallback=dict(self._failed))
+
+    def _spread(self, touched: Mapping[str, set[str]]) -> None:
+        """A tensor of which one weight falls back is the loader's: so do the others, wherever else they go."""
+        going = True
+        while going:
+            going = False
+            for tensor, weights in touched.items():
+                cause = next((weight for weight in sorted(weights) if weight in self._failed), None)
+                for weight in weights - self._failed.keys() if cause else ():
+                    self._failed[weight] = f"it shares {tensor} with {cause}, which falls back"
+                    going = True
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors that an operation writes to, as its schema says."""
+    found: list[Any] = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            found += value if isinstance(value, list | tuple) else [value]
+    return [value for value in found if hasattr(value, "data_ptr")]
+
+
+def _owner(spans: list[tuple[int, int, str]], address: int) -> str | None:
+    return next((name for begin, end, name in spans if begin <= address < end), None)
+
+
+def _alike(copy: _Copy, param: str, tensor: str) -> _Copy | None:
+    """Return the copy in elements of the parameter; None: it is of bits that are viewed as something else."""
+    if (copy.source, copy.target) == (param, tensor):
+        return copy
+    if copy.source != copy.target or param != tensor:
+        return None
+    parts, rest = divmod(itemsize_of(param), itemsize_of(copy.source))
+    if parts == 1 and not rest:
+        return replace(copy, source=param, target=tensor)
+    # narrower ones: whole elements, which lie together on both sides
+    if rest or parts < 1 or not copy.size or copy.stride[-1] != 1 or copy.there[-1] != itemsize_of(copy.target):
+        return None
+    if copy.offset % parts or copy.size[-1] % parts or any(step % parts for step in copy.stride[:-1]):
+        return None
+    return replace(
+        copy,
+        offset=copy.offset // parts,
+        size=(*copy.size[:-1], copy.size[-1] // parts),
+        stride=(*(step // parts for step in copy.stride[:-1]), 1),
+        there=(*copy.there[:-1], itemsize_of(tensor)),
+        source=param,
+        target=tensor,
+    )
 
 
 def _entries(copy: _Copy, param: tuple[tuple[int, ...], str], tensor: Tensor) -> list[Entry] | None:

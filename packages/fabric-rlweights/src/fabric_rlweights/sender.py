@@ -16,21 +16,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fabric_core import BadRange, MrDesc, MrHandle, NetAddr, Pages, Transfer, TransferEngine
+from fabric_core import BadRange, MrDesc, MrHandle, NetAddr, Pages, Transfer, TransferEngine, WaitTimeout
 from fabric_rlweights.arena import Arena, aligned
 from fabric_rlweights.digest import MASK, run_digest
-from fabric_rlweights.dtypes import bits_of, itemsize_of, torch_dtype
+from fabric_rlweights.dtypes import itemsize_of
 from fabric_rlweights.magnitudes import Magnitudes
-from fabric_rlweights.plan import BLOCK, CAST, PER_TENSOR
-from fabric_rlweights.quantise import Floats, magnitudes, quantise, scales
+from fabric_rlweights.making import Bytes, Maker
+from fabric_rlweights.plan import CAST
 from fabric_rlweights.route import Route
 from fabric_rlweights.tasks import Target, Task, make_tasks
 
 __all__ = ["Links", "Sender", "SentStats"]
 
-Bytes = NDArray[np.uint8]
 WINDOW = 1024  #: transfers of one rank under way: more do not make a NIC faster
 
 
@@ -70,12 +68,20 @@ class Sender:
         self.engine = engine
         self.route = route
         self.tasks = make_tasks(route)
+        if any(task.op >= CAST for task in self.tasks):
+            import torch  # noqa: F401  # takes seconds: now, and not within the first update
         self.magnitudes = Magnitudes(engine, route)
-        self._shared = {int(row) for row in self.magnitudes.shared}
         used = sorted({task.buffer for task in self.tasks})
-        if used and used[-1] >= len(buffers):
+        if used and not 0 <= used[0] <= used[-1] < len(buffers):
             raise BadRange(f"the route reads buffer {used[-1]}, this rank has {len(buffers)}")
         self._memory = {index: _bytes_of(buffers[index]) for index in used}
+        for task in self.tasks:  # what is packed is read by numpy, which would not notice
+            low, end = task.span
+            if low < 0 or end > len(self._memory[task.buffer]):
+                raise BadRange(
+                    f"the trainer's table puts a box of {task.size} {task.source} into bytes {low}..{end} of buffer "
+                    f"{task.buffer}, which has {len(self._memory[task.buffer])}: give the buffers that it was made of"
+                )
         self._handles = {index: engine.reg_mr(self._memory[index], write=False)[0] for index in used}
         largest = max([0, *(task.temporary for task in self.tasks)])
         self.arena = Arena(max(watermark, 64))
@@ -89,6 +95,8 @@ class Sender:
             self._room_bytes: Bytes = np.frombuffer(self._room, np.uint8)
         else:
             self._room_handle = None
+            self._room_bytes = np.zeros(0, np.uint8)
+        self._maker = Maker(route, self._memory, self._room_bytes, self.magnitudes)
         self._under_way: deque[tuple[list[Transfer], int, int]] = deque()
         self.wake = threading.Event()
 
@@ -123,10 +131,10 @@ class Sender:
         self.arena.peak = 0
         total = sum(task.written for task in self.tasks)
         try:
-            if self.route.into.size or self._shared:
+            alone = [task for task in self.tasks if not self._maker.needs_others(task)]
+            together = [task for task in self.tasks if self._maker.needs_others(task)]
+            if self.route.into.size or together:
                 self._agree(stats)
-            alone = [task for task in self.tasks if task.row not in self._shared]
-            together = [task for task in self.tasks if task.row in self._shared]
             for number, task in enumerate(alone + together):
                 if number == len(alone):
                     started = time.monotonic()
@@ -136,8 +144,7 @@ class Sender:
                 self._one(task, stats)
                 if progress is not None:
                     progress(stats.bytes, total)
-            while self._under_way:
-                self._oldest(stats)
+            self._drain(stats)
         except BaseException:
             self._stop()
             raise
@@ -153,19 +160,11 @@ class Sender:
         """Send the neighbours the magnitudes of what is shared."""
         started = time.monotonic()
         for task in self.tasks:
-            if task.row in self._shared:
+            if self._maker.needs_others(task):
                 self._check()
-                found = magnitudes(self._blocks_of(task), *task.first, task.block)
-                for row in self._rows(task):
-                    self.magnitudes.put(row, found)
+                self._maker.offer_magnitudes(task)
         self.magnitudes.send(self._links.trainers, self._left())
         stats.prepare += time.monotonic() - started
-
-    def _rows(self, task: Task) -> list[int]:
-        """The route's rows that a task serves, as far as they share scales."""
-        same = (self.route.buffer == task.buffer) & (self.route.offset == task.offset) & (self.route.op == task.op)
-        same &= (self.route.size == task.size).all(axis=1)
-        return [int(row) for row in np.flatnonzero(same) if int(row) in self._shared]
 
     def _one(self, task: Task, stats: SentStats) -> None:
         if not task.copied:
@@ -181,7 +180,7 @@ class Sender:
             started = time.monotonic()
             memory = self._room_bytes
             scale_at = at + aligned(task.nbytes)
-            own = self._make(task, at, scale_at)
+            own = self._maker.make(task, at, scale_at)
             transfers, sources = [], []
             for target in task.targets:
                 sources.append(at + np.arange(len(target.places), dtype=np.int64) * target.run)
@@ -195,66 +194,6 @@ class Sender:
                 self._add(target, target.tensor, memory, places, target.places, target.run, itemsize_of(task.target))
         stats.bytes += task.written
         stats.writes += sum(len(target.places) + len(target.scale_places) for target in task.targets)
-
-    # ---- making a piece ready
-
-    def _source(self, task: Task) -> NDArray[Any]:
-        item = itemsize_of(task.source)
-        bits = self._memory[task.buffer][task.offset :]
-        bits = bits[: len(bits) // item * item].view(bits_of(item))
-        return np.lib.stride_tricks.as_strided(bits, task.size, task.stride, writeable=False)
-
-    def _tensor(self, task: Task) -> Any:
-        import torch
-
-        view = self._source(task)
-        item = view.itemsize
-        flat = torch.frombuffer(self._memory[task.buffer], dtype=torch_dtype(task.source), offset=task.offset)
-        return flat.as_strided(task.size, [step // item for step in task.stride])
-
-    def _blocks_of(self, task: Task) -> Any:
-        x = self._tensor(task)
-        return x.reshape((1,) * (3 - x.ndim) + tuple(x.shape)) if x.ndim < 3 else x.reshape(x.shape[-3:])
-
-    def _make(self, task: Task, at: int, scale_at: int) -> Bytes | None:
-        """Put the result into the arena at `at`; returns its scales, if any, which lie at `scale_at`."""
-        out = self._room_bytes[at : at + task.nbytes]
-        shape = tuple(task.size[axis] for axis in task.order)
-        if task.op < CAST:
-            source = self._source(task)
-            np.copyto(out.view(source.dtype).reshape(shape), source.transpose(task.order))
-            return None
-        import torch
-
-        result = torch.frombuffer(out, dtype=torch_dtype(task.target))
-        if task.op == CAST:
-            result.view(shape).copy_(self._tensor(task).permute(task.order))
-            return None
-        x = self._blocks_of(task)
-        if task.row in self._shared:
-            touched = self.route.touch_size[task.row]
-            shape3 = (1, 1, 1) if task.op == PER_TENSOR else (int(np.prod(touched[:-2])), *touched[-2:].tolist())
-            largest = self.magnitudes.largest(task.row, shape3)
-        else:
-            largest = magnitudes(x, *task.first, task.block)
-        begin = scale_at + aligned(task.scale_bytes)
-        work = torch.frombuffer(self._room_bytes[begin : begin + task.work], dtype=torch.float32)
-        quantise(x, largest, result.view(tuple(x.shape)), work, *task.first, task.block)
-        return self._scales(task, largest, scale_at)
-
-    def _scales(self, task: Task, largest: Floats, scale_at: int) -> Bytes:
-        """Put the scales of the blocks that this piece owns into the arena, in the destination's order."""
-        row = task.row
-        found = scales(largest).reshape(self.route.touch_size[row])
-        if task.op == BLOCK:
-            low = self.route.own_start[row] - self.route.touch_start[row]
-            box = zip(low, low + self.route.own_size[row], strict=True)
-            found = found[tuple(slice(max(int(a), 0), max(int(b), 0)) for a, b in box)]
-        step = self.route.scale_step[row]
-        order = sorted(range(found.ndim), key=lambda axis: -int(step[axis]) if found.shape[axis] > 1 else 0)
-        flat = np.ascontiguousarray(found.transpose(order)).view(np.uint8).reshape(-1)
-        self._room_bytes[scale_at : scale_at + len(flat)] = flat
-        return self._room_bytes[scale_at : scale_at + len(flat)]
 
     # ---- writing
 
@@ -293,18 +232,40 @@ class Sender:
         started = time.monotonic()
         transfers, at, nbytes = self._under_way[0]
         for transfer in transfers:
-            while not transfer.done:
-                self._check()
-                try:
-                    transfer.wait(min(0.2, self._left()))
-                except TimeoutError:
-                    if transfer.done:
-                        raise
-            transfer.wait(0)
+            self._wait(transfer)
         self._under_way.popleft()
         if nbytes:
             self.arena.give(at, nbytes)
         stats.waiting += time.monotonic() - started
+
+    def _drain(self, stats: SentStats) -> None:
+        """Wait for all, the newest first: when that has ended, most others have, and this thread is woken once.
+
+        On few cores each of its wake-ups takes a core from the copying.
+        """
+        started = time.monotonic()
+        for transfers, _at, _nbytes in reversed(self._under_way):
+            for transfer in reversed(transfers):
+                self._wait(transfer)
+        while self._under_way:
+            _transfers, at, nbytes = self._under_way.popleft()
+            if nbytes:
+                self.arena.give(at, nbytes)
+        stats.waiting += time.monotonic() - started
+
+    def _wait(self, transfer: Transfer) -> None:
+        """Wait for its end, asking `check` now and then.
+
+        Only `wait` is called, never `done`: that counts as polling, and on few cores the engine's worker leaves the
+        work to whoever polls (decision 0002), which this thread does not do while it sleeps.
+        """
+        while True:
+            self._check()
+            try:
+                transfer.wait(min(0.2, self._left()))
+                return
+            except WaitTimeout:
+                continue
 
     def _stop(self) -> None:
         """Cancel what is under way, and wait for its end: afterwards no NIC reads or writes for this update."""

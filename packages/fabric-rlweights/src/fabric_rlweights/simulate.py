@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from fabric_core import ConfigError
-from fabric_core.sim_predict import predict
+from fabric_core.sim_predict import nics, predict
 from fabric_rlweights.boxes import Ints, unique_rows, volume
 from fabric_rlweights.plan import ASIS, ITEMSIZES, Plan, make_plan
 from fabric_rlweights.presets import PRESETS, preset
@@ -76,6 +76,9 @@ class Simulated(BaseModel):
 def simulate(name: str, *, nic: str = "cx7", costs: Costs | None = None, plan: Plan | None = None) -> Simulated:
     """Simulate an update of a preset. `plan`: one that was made already. Raises ConfigError for unknown names."""
     costs = costs or Costs()
+    real = [model.name for model in nics() if model.name != "none"]  # which costs nothing, so there is no answer
+    if nic not in real:
+        raise ConfigError(f"no NIC is called {nic!r}; there are {', '.join(real)}")
     begin, cpu = time.monotonic(), time.process_time()
     if plan is None:
         plan = make_plan(*preset(name))

@@ -63,6 +63,13 @@ class Task:
         return sum(aligned(part) for part in (self.nbytes, self.scale_bytes, self.work) if part)
 
     @property
+    def span(self) -> tuple[int, int]:
+        """(first byte, end) of what it reads of its buffer."""
+        steps = [(n - 1) * step for n, step in zip(self.size, self.stride, strict=True)]
+        low = self.offset + sum(step for step in steps if step < 0)
+        return low, self.offset + sum(step for step in steps if step > 0) + itemsize_of(self.source)
+
+    @property
     def written(self) -> int:
         """Bytes that it puts on the wire."""
         return self.nbytes * len(self.targets)

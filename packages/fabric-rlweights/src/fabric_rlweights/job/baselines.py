@@ -1,4 +1,4 @@
-"""What frameworks do without us, on torch.distributed with gloo, so that one run shows the ratio; and the copy limit.
+"""What frameworks do without us, on torch.distributed with gloo, so that one run shows the ratio.
 
 `rank0`: every parameter is gathered (`full_tensor`), rank 0 broadcasts it to all inference ranks, which cut out their
 part. `broadcast`: as checkpoint-engine does, every trainer broadcasts its own shards in buckets, each to all inference
@@ -52,17 +52,6 @@ def run_trainer(
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
-    if what == "limit":
-        share = sum(b.numel() * b.element_size() for b in buffers)
-        target = torch.zeros(share, dtype=torch.uint8)
-        dist.barrier()
-        begin, at = time.monotonic(), 0
-        for buffer in buffers:
-            flat = buffer.reshape(-1).view(torch.uint8).numpy()
-            np.copyto(target.numpy()[at : at + len(flat)], flat)
-            at += len(flat)
-        dist.barrier()
-        return {"seconds": time.monotonic() - begin, "bytes": share}
     dist.barrier()
     begin = time.monotonic()
     if what == "rank0":
@@ -145,7 +134,7 @@ class Receiving:
                         part = flat.numpy()[at : at + nbytes].view(np.uint16).reshape(shard.size)
                         self._load(shard.param, list(shard.start), part)
                         at += nbytes
-        elif what != "limit":
+        else:
             raise ValueError(f"a receiver has no {what!r}")
         dist.barrier()
         return {"seconds": time.monotonic() - begin}

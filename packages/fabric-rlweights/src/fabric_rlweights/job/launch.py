@@ -7,24 +7,25 @@ import json
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from fabric_core import DeadlineExceeded, PeerLost, TransferEngine
+from fabric_core import ConfigError, DeadlineExceeded, PeerLost, TransferEngine
 from fabric_rlweights.controller import Controller
 from fabric_rlweights.job.model import Model
 from fabric_rlweights.job.wire import text_of
 from fabric_rlweights.plan import Options
 from fabric_rlweights.report import UpdateReport
 
-__all__ = ["Child", "Job", "Setup"]
+__all__ = ["Child", "Job", "Setup", "start", "tidy_when_terminated"]
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,19 @@ class Setup:
 class Child:
     """One process; answers are read by a thread of its own."""
 
-    def __init__(self, role: str, rank: int, program: str, words: list[str]) -> None:
+    def __init__(
+        self, role: str, rank: int, program: str, words: list[str], env: Mapping[str, str] | None = None
+    ) -> None:
         self.role, self.rank = role, rank
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        fixed = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         self.process = subprocess.Popen(
             [sys.executable, *([program] if program.endswith(".py") else ["-m", program]), *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             text=True,
-            env=env,
+            env={**os.environ, **fixed, **(env or {})},
             start_new_session=True,
         )
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
@@ -109,6 +112,29 @@ class Child:
                     pipe.close()
 
 
+def tidy_when_terminated() -> None:
+    """Have SIGTERM end this program by an exception, so that its job is closed and leaves no files behind."""
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, end)
+
+
+def start(setup: Setup, role: str, rank: int, controller: str, folder: str) -> Child:
+    """Start a trainer or receiver of a controller anywhere. `folder`: where torch's processes find each other."""
+    s = setup
+    words = [
+        f"--rank={rank}", f"--trainers={s.trainers}", f"--receivers={s.receivers}", f"--tp={s.tp}",
+        f"--replicate={s.replicate}", f"--parent={os.getpid()}", f"--controller={controller}",
+        f"--model={text_of(s.model)}", f"--watermark={s.watermark}", f"--seed={s.seed}", f"--dtype={s.dtype}",
+        f"--store={folder}/{'all' if s.baselines else 'trainers'}",
+    ]  # fmt: skip
+    program = s.trainer if role == "trainer" else "fabric_rlweights.job.receiver"
+    return Child(role, rank, program, words + (["--double-buffer"] if s.double_buffer else []))
+
+
 class Job:
     """A controller in this process, and children. A context manager."""
 
@@ -134,12 +160,33 @@ class Job:
                 self.receivers.append(self.start("receiver", rank))
             until = time.monotonic() + self.setup.start_timeout
             for child in [*self.trainers, *self.receivers]:
-                child.hear(max(1.0, until - time.monotonic()))
+                self._is_up(child, until)
             self.controller.wait_ready(max(1.0, until - time.monotonic()))
         except BaseException:
             self.close()
             raise
         return self
+
+    def _is_up(self, child: Child, until: float) -> None:
+        """Wait for a process's first answer, and for the end of any: the others would wait for that one in vain.
+
+        Raises PeerLost with the last words of one that ended, ConfigError if there can be no plan, DeadlineExceeded.
+        """
+        while True:
+            for other in [*self.trainers, *self.receivers]:
+                if other.process.poll() is not None:
+                    while True:  # until its last words
+                        other.hear(5.0)
+            if self.controller.problem:
+                raise ConfigError(self.controller.problem)
+            try:
+                child.hear(min(0.2, max(0.01, until - time.monotonic())))
+                return
+            except DeadlineExceeded:
+                if time.monotonic() > until:
+                    raise DeadlineExceeded(
+                        f"{child.role} {child.rank} was not up within {self.setup.start_timeout:g} s"
+                    ) from None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -148,15 +195,7 @@ class Job:
 
     def start(self, role: str, rank: int) -> Child:
         """Start a process; its first answer says that it is up."""
-        s = self.setup
-        words = [
-            f"--rank={rank}", f"--trainers={s.trainers}", f"--receivers={s.receivers}", f"--tp={s.tp}",
-            f"--replicate={s.replicate}", f"--parent={os.getpid()}", f"--controller={self.engine.address}",
-            f"--model={text_of(s.model)}", f"--watermark={s.watermark}", f"--seed={s.seed}", f"--dtype={s.dtype}",
-            f"--store={self._folder}/{'all' if s.baselines else 'trainers'}",
-        ]  # fmt: skip
-        program = s.trainer if role == "trainer" else "fabric_rlweights.job.receiver"
-        return Child(role, rank, program, words + (["--double-buffer"] if s.double_buffer else []))
+        return start(self.setup, role, rank, str(self.engine.address), self._folder)
 
     def all(self, children: Iterable[Child], do: str, timeout: float = 60.0, **more: Any) -> list[dict[str, Any]]:
         """Give all the same word, and wait for all answers."""
@@ -173,11 +212,11 @@ class Job:
 
     def close(self) -> None:
         """End everything."""
-        self.controller.close()
         children = [*self.trainers, *self.receivers]
         for child in children:
             child.tell("exit")
         for child in children:
             child.close()
+        self.controller.close()  # last: it hears that they leave
         self.engine.close()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -76,7 +76,8 @@ class Model:
 def whole(name: str, shape: tuple[int, ...], version: int, seed: int) -> Any:
     """The bits of a whole parameter in a version: both sides can make them, without torch."""
     rng = np.random.default_rng([seed, version, *name.encode()])
-    return (rng.standard_normal(shape).astype(np.float32).view(np.uint32) >> 16).astype(np.int16)
+    # bfloat16 below 2 in magnitude: no infinity and no NaN, which a cast would not keep bit by bit
+    return (rng.integers(0, 1 << 16, shape, dtype=np.uint16) & np.uint16(0xBFFF)).view(np.int16)
 
 
 def engine_table(model: Model, rank: int, tp: int) -> EngineTable:

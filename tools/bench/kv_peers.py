@@ -4,8 +4,10 @@
 
 For every preset of fabric-kvcache the plan of `fabric kv bench` is made once; fabric and NIXL move its pieces, random
 pages on both sides, layer by layer, first as fast as it goes and then while layers "compute". fabric appears with
-memory of its own, which peers map, and with anonymous memory, which is what NIXL gets. In a burst fabric makes the
-arguments of each layer inside the clock, NIXL has them before. Every byte is compared in every run.
+memory of its own, which peers map, and with anonymous memory, which is what NIXL gets. It sleeps where it waits; NIXL
+polls on both sides, which takes a core each, so fabric appears a third time, with user memory and polling too. In a
+burst fabric makes the arguments of each layer inside the clock, NIXL has them before. Every byte is compared in every
+run.
 The interpreter in BENCH_PY_NIXL has nixl-cu12 and numpy (see tools/peers/README.md).
 """
 
@@ -30,12 +32,15 @@ from fabric_core import NetAddr, TransferEngine
 from fabric_core.cli import limits
 from fabric_core.cli.session import Session
 from fabric_kvcache.bench.content import POISON, fill
-from fabric_kvcache.bench.sender import Run, Sender
+from fabric_kvcache.bench.sender import Ready, Run, Sender
 from fabric_kvcache.bench.start import receiver_process
 from fabric_kvcache.bench.work import Work, cut_layers
 from fabric_kvcache.presets import PRESETS, Preset
 
 Figures = dict[str, list[float]]
+HOOK: Ready = "hook"
+POLL: Ready = "poll"
+WHO = ("engine", "user", "polling", "nixl")
 
 
 def work_of(preset: Preset, layers: int, tokens: int, seed: int) -> Work:
@@ -50,11 +55,13 @@ def note(found: Figures, seconds: float, nbytes: int, paced: tuple[float, list[f
     found["wrong"].append(wrong)
 
 
-def fabric(session: Session, peer: NetAddr, preset: Preset, work: Work, memory: str, found: Figures) -> None:
+def fabric(session: Session, peer: NetAddr, preset: Preset, work: Work, who: str, found: Figures) -> None:
+    memory, ready = ("user", POLL) if who == "polling" else (who, HOOK)
     chunks = preset.chunks(work.tokens)
     sender = Sender(session, peer, work, chunks, memory, memory)
     sender.run(None, verify=False)
-    burst, paced = sender.run(None), sender.run(preset.compute_us(work.tokens))
+    burst = sender.run(None, ready=ready)
+    paced = sender.run(preset.compute_us(work.tokens), ready=ready)
     sender.close()
     posted = [(b - a) / 1000 for a, b in zip(paced.ready_ns, paced.posted_ns, strict=True)]
     exposed = (paced.arrived_ns - paced.ready_ns[-1]) / 1000
@@ -110,22 +117,23 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--presets", default=",".join(PRESETS), help="separated by commas")
     parser.add_argument("--out", type=Path)
     words = parser.parse_args()
     python = os.environ.get("BENCH_PY_NIXL", "")
     if not python:
         raise SystemExit("BENCH_PY_NIXL is not set: the interpreter of an environment with nixl-cu12 and numpy")
-    figures: dict[str, dict[str, Figures]] = {name: defaultdict(lambda: defaultdict(list)) for name in PRESETS}
-    roofs: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in PRESETS}
+    presets = {name: PRESETS[name] for name in words.presets.split(",")}
+    figures: dict[str, dict[str, Figures]] = {name: defaultdict(lambda: defaultdict(list)) for name in presets}
+    roofs: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in presets}
     with ExitStack() as stack:
         peer = NetAddr.parse(stack.enter_context(receiver_process("", None, "cpu")))
         engine = stack.enter_context(TransferEngine.open())
         session = stack.enter_context(Session(engine))
         for turn in range(words.rounds):
-            for name, preset in PRESETS.items():
+            for name, preset in presets.items():
                 work = work_of(preset, words.layers, words.tokens, 1 + turn)
-                turns = ["engine", "user", "nixl"]
-                for who in turns if turn % 2 == 0 else reversed(turns):
+                for who in WHO if turn % 2 == 0 else reversed(WHO):
                     print(f"round {turn + 1}: {name}, {who}", file=sys.stderr, flush=True)
                     if who == "nixl":
                         nixl(python, preset, work, figures[name][who])
@@ -144,7 +152,7 @@ def main() -> int:
 
 
 def show(figures: dict[str, dict[str, Figures]], roofs: dict[str, dict[str, list[float]]]) -> None:
-    print("| preset | figure | fabric | user memory | NIXL | fabric : NIXL | user : NIXL | limit, user limit |")
+    print("| preset | figure | fabric | user memory | user, polling | NIXL | each : NIXL | limit, user limit |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, row in figures.items():
         for what, title, better in (
@@ -152,14 +160,15 @@ def show(figures: dict[str, dict[str, Figures]], roofs: dict[str, dict[str, list
             ("exposed_us", "exposed, us", -1),
             ("posted_us", "ready to posted, us", -1),
         ):
-            own, user, other = (statistics.median(row[who][what]) for who in ("engine", "user", "nixl"))
-            ratio = [value / other if better > 0 else other / value for value in (own, user)]
+            *ours, other = (statistics.median(row[who][what]) for who in WHO)
+            ratio = [value / other if better > 0 else other / value for value in ours]
             roof = ", ".join(
                 f"{statistics.median(roofs[name][kind]):.2f}" for kind in ("stream", "cma") if roofs[name][kind]
             )
             cells: list[Any] = [name, title]
-            cells += [_cell(row[who][what]) for who in ("engine", "user", "nixl")]
-            print("| " + " | ".join([*cells, *(f"{one:.2f}" for one in ratio), roof if better > 0 else "-"]) + " |")
+            cells += [_cell(row[who][what]) for who in WHO]
+            cells += [", ".join(f"{one:.2f}" for one in ratio), roof if better > 0 else "-"]
+            print("| " + " | ".join(cells) + " |")
 
 
 def _cell(values: list[float]) -> str:

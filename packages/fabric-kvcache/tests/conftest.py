@@ -23,13 +23,13 @@ DEADLINE = 60.0  # seconds: the longest that anything may take which is meant to
 class Peer:
     """A running Python program that prints words and reads lines; the first word is its address."""
 
-    def __init__(self, program: Path, *words: str) -> None:
+    def __init__(self, program: Path, *words: str, **environment: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, str(program), *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "FABRIC_BACKENDS": "local"},  # the others take their time to load
+            env={**os.environ, "FABRIC_BACKENDS": "local", **environment},  # the others take their time to load
         )
         self._lines: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read, name="test-peer-reader")
@@ -92,8 +92,8 @@ class Peers:
             self.started.append(peer)
         return peer
 
-    def run(self, program: Path, *words: str) -> Peer:
-        self.started.append(Peer(program, *words))
+    def run(self, program: Path, *words: str, **environment: str) -> Peer:
+        self.started.append(Peer(program, *words, **environment))
         return self.started[-1]
 
 

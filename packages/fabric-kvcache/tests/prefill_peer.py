@@ -8,6 +8,7 @@ stop      pushes half of the layers, prints "half", and goes no further
 refuse    fails in the middle
 hurry     writes one page twice instead of another one: the number of immediates is right, the data are not
 deaf      hears no Cancel from now on, prints "held", and when told to go on writes without asking anybody
+double    raises the request's immediate once more than there are writes, then serves it as it should
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fabric_kvcache.coverage import Coverage
 LAYOUT = KvLayout(layers=6, kv_heads=3, head_dim=16, page_tokens=8)
 TAIL_BYTES = 1000
 WITHHELD = (4, 2)  # layer, page
-MODES = {mode: 60_000 + k for k, mode in enumerate(["withhold", "stop", "refuse", "hurry", "deaf"])}
+MODES = {mode: 60_000 + k for k, mode in enumerate(["withhold", "stop", "refuse", "hurry", "deaf", "double"])}
 
 
 def fake_layer(layout: KvLayout, prompt: NDArray[Any], layer: int) -> NDArray[Any]:
@@ -76,14 +77,14 @@ def all_but_one_page(job: PrefillJob, layout: KvLayout, layer: int, page: int, p
         for first in range(0, total, size):
             if (each, first) != (layer, page * size):
                 job.push_layer(each, first, keys[:, first : first + size], values[:, first : first + size])
-    job._covered[layer] = Coverage()
+    job._ledger.covered[layer] = Coverage()
     if pushed_twice is None:
         job._targets[0].writes += 1
     else:
         first = pushed_twice * size
         keys, values = fake_layer(layout, job.tokens, layer)
         job.push_layer(layer, first, keys[:, first : first + size], values[:, first : first + size])
-    job._open_layers.clear()
+    job._ledger.open_layers.clear()
     job.push_tail(fake_tail(job.tokens, TAIL_BYTES))
 
 
@@ -131,11 +132,14 @@ def main() -> None:
         say(str(engine.address))
         while True:
             try:
-                job = prefiller.next(120)
+                job = prefiller.next(1800)  # the tests end it
             except WaitTimeout:
                 return
             mode = modes.get(int(job.tokens[0]))
-            if mode is not None:
+            if mode == "double":
+                target = job._targets[0]
+                engine.submit_barrier(None, None, target.head.imm, [target.session.slots]).wait(30)
+            elif mode is not None:
                 misbehave(mode, job, prefiller, layout)
                 continue
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from layout_strategies import pairs
 from fabric_core import ConfigError, DeadlineExceeded, NetAddr, TransferEngine
 from fabric_core.cli.session import Session
 from fabric_kvcache.bench.content import POISON, count_wrong, fill
+from fabric_kvcache.bench.receiver import Receiver
 from fabric_kvcache.bench.sender import Sender
 from fabric_kvcache.bench.start import receiver_process
 from fabric_kvcache.bench.timed import TimedPrefill
@@ -162,6 +164,24 @@ def test_a_write_that_is_left_out_ends_at_the_deadline(
     sender.close()
 
 
+def test_a_receiver_does_not_wait_for_a_sender_that_is_gone() -> None:
+    """It would outlive a command that was killed, until the deadline of what it waits for."""
+    work = Work(src=QWEN, dst=QWEN, tokens=200, tail_bytes=8, seed=5)
+    heard: list[dict[str, Any]] = []
+    with TransferEngine.open() as there:
+        receiver = Receiver(there)
+        with TransferEngine.open() as here, Session(here) as session, receiver.session:
+            receiver._open(work=work.to_json(), memory="engine")
+            arm = functools.partial(receiver._arm, sender=here.address, count=1, timeout=500)
+            thread = threading.Thread(target=lambda: heard.append(arm()), daemon=True)
+            thread.start()
+            assert session.hear(timeout=60)["kind"] == "armed"
+            here.close()
+            thread.join(60)
+            assert [one["kind"] for one in heard] == ["late"]
+            receiver._close()
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -206,7 +226,7 @@ def test_ranks_chunks_and_the_watcher() -> None:
     [
         (("qwen3-235b", "--to", "llama3-70b"), "the destination 0-79"),
         (("qwen3-235b", "--layers", "0", "--tokens", "1024K"), "take fewer --layers or --tokens"),
-        (("qwen3-235b", "--ready", "never"), "must be hook, watcher or poll"),
+        (("qwen3-235b", "--ready", "never"), "must be hook, busy, watcher or poll"),
     ],
 )
 def test_usage_is_told_in_one_sentence(words: tuple[str, ...], told: str) -> None:

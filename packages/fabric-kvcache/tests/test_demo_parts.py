@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -77,6 +78,19 @@ def test_missing_extras_are_named_with_the_cure(monkeypatch: pytest.MonkeyPatch)
         find_model()
     with pytest.raises(Unsupported, match="no model at /nowhere/x"):
         find_model("/nowhere/x")
+
+
+def test_what_is_no_model_is_said_before_it_is_loaded(tmp_path: Path) -> None:
+    text, folder = tmp_path / "passwd", tmp_path / "folder"
+    text.write_text("root:x:0:0")
+    folder.mkdir()
+    with pytest.raises(Unsupported, match="passwd is no GGUF file"):
+        find_model(str(text))
+    with pytest.raises(Unsupported, match=r"folder has no config\.json"):
+        find_model(str(folder))
+    text.write_bytes(b"GGUF and more")
+    (folder / "config.json").write_text("{}")
+    assert [find_model(str(text)), find_model(str(folder))] == [text, folder]
 
 
 def test_without_the_extras_the_demo_ends_with_one_sentence_and_code_3() -> None:

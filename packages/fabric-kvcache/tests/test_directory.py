@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric_core import BackendError, ConfigError
+from fabric_core import BackendError, ConfigError, StaleHandle
 from fabric_kvcache.directory import Displaced, Member, StoreDirectory
 from fabric_kvcache.registry import NobodyThere, Registry
 
@@ -262,3 +262,40 @@ def test_processes_come_go_change_and_are_killed(instances: list[Instance]) -> N
     assert registry.choose("prefiller").member.name == "p1"
     p1.tell("close")
     until(lambda: names(registry.members("prefiller")) == ["p0"])
+
+
+def test_a_load_that_cannot_be_told_costs_no_beat() -> None:
+    """The heart goes on with the last figure, and the owner sees why."""
+    answers: list[Any] = [7]
+
+    def load() -> int:
+        if answers[0] is None:
+            raise RuntimeError("metrics are down")
+        return int(answers[0])
+
+    directory = StoreDirectory(MemoryStore())
+    with directory.register("p", "prefiller", ["local:p"], lease=0.04, load=load) as registration:
+        until(lambda: directory.read()[0].load == 7)
+        answers[0] = None
+        until(lambda: registration.problem is not None)
+        assert "metrics are down" in str(registration.problem)
+        beat = directory.read()[0].beat
+        until(lambda: directory.read()[0].beat > beat + 2)
+        assert directory.read()[0].load == 7
+        answers[0] = 1 << 50  # more than a record holds
+        until(lambda: registration.problem is None)
+        assert directory.malformed == 0
+
+
+def test_a_change_that_nobody_could_read_is_refused_and_so_is_one_after_the_end() -> None:
+    directory = StoreDirectory(MemoryStore())
+    registration = directory.register("p", "prefiller", ["local:p"], lease=60)
+    with pytest.raises(ConfigError, match="'Decoder'"):
+        registration.change(role="Decoder")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="state=5"):
+        registration.change(state=5)  # type: ignore[arg-type]
+    assert [(one.role, one.state) for one in directory.read()] == [("prefiller", "serving")]
+    registration.close()
+    with pytest.raises(StaleHandle, match="register it again"):
+        registration.change(state="draining")
+    assert directory.read() == []

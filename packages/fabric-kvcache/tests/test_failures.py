@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,9 +140,17 @@ class Pushing(threading.Thread):
 
     def finished(self, count: int) -> None:
         """Wait until so many requests were served."""
-        end = time.monotonic() + 20
-        while self.ends.count("finished") < count:
+        self._until(lambda: self.ends.count("finished") >= count)
+
+    def ended(self, count: int) -> None:
+        """Wait until so many jobs have ended, well or badly."""
+        self._until(lambda: len(self.ends) >= count)
+
+    def _until(self, what: Callable[[], bool]) -> None:
+        end = time.monotonic() + 60
+        while not what():
             assert time.monotonic() < end
+            time.sleep(0.002)
 
     def run(self) -> None:
         while not self.over.is_set():
@@ -245,7 +253,11 @@ def test_under_faults_a_request_ends_with_its_bytes_or_with_a_reason(faults: str
             except (PrefillRefused, DeadlineExceeded, PeerLost, KvDamaged):
                 assert not harmless
             assert pending.wait_settled(20)
-        assert good == 8 if harmless else good < 8 or "drop" in faults
+        if harmless:
+            assert good == 8
+        elif "drop" not in faults:  # a write that fails late has arrived: the prefiller sees it, the decoder need not
+            pushing.ended(8)
+            assert pushing.ends.count("finished") < 8
         assert decoder.pool.free == 2 * PAGES
         assert decoder.in_flight == 0
 
@@ -297,13 +309,11 @@ def test_the_old_self_of_a_decoder_ends_at_the_first_word_of_the_new_one() -> No
         shard = decoder.shard
         hello = Hello(
             1, 2, new_life.to_bytes(), shard.layout, 0, 0, shard.pool_pages, (),
-            session.desc.to_bytes(), session.slots.to_bytes(), 8,
+            session.desc.to_bytes(), session.slots.to_bytes(), 8, "",
         )  # fmt: skip
         prefiller._greet(hello)
         assert session.id not in prefiller._sessions
-        with pytest.raises(PrefillRefused, match="ask again"):
-            ask(decoder, pushing, 2).wait()
-        with ask(decoder, pushing, 3).wait() as kv:  # greeted anew; and that ends the other one
+        with ask(decoder, pushing, 3).wait() as kv:  # greeted anew, once; and that ends the other one
             assert (octets(decoder, kv.pages) == 3).all()
         assert len(prefiller._sessions) == 1
 

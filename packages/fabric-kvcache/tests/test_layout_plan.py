@@ -69,6 +69,20 @@ def test_neighbouring_pages_of_equal_layouts_are_one_write_a_layer_but_for_the_l
     assert moves.nbytes == plan.nbytes(chunk) == 4 * total * 2 * 4 * 8 * 2
 
 
+def test_a_few_neighbours_do_not_cost_a_submit_of_their_own() -> None:
+    """In random tables some pages meet. All pieces of a layer are of one length, so one call submits them."""
+    layout = attention()
+    plan = make_plan(Shard(layout, pages=64), Shard(layout, pages=64))
+    src = [*range(0, 40, 2), 41, 42, 43]  # three that meet, behind twenty that do not
+    moves = plan.moves(Chunk(0, 23 * 16, 23 * 16), [src], [src])
+    ((length, a, b),) = moves.at(1)
+    assert (length, len(a), len(b)) == (4 * 2 * 16 * 8 * 2, 23, 23)
+    assert moves.nbytes == 4 * 23 * length
+    assert sorted(offsets(a, 1).tolist()) == sorted(offsets(b, 1).tolist())
+    many = [*range(20), *range(30, 50, 2)]  # a run of twenty is one write, whatever the others are
+    assert sorted(len(a) for _length, a, _b in plan.moves(Chunk(0, 480, 480), [many], [many]).at(1)) == [1, 10]
+
+
 def test_a_page_of_equal_layouts_is_one_write_wherever_it_lies() -> None:
     layout = attention(scale_bytes=4)
     plan = make_plan(Shard(layout, pages=8), Shard(layout, pages=8))

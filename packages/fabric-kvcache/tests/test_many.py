@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,9 @@ def test_twenty_thousand_requests_in_flight(peers: Peers) -> None:
         prefiller.tell(f"{COUNT - CANCELLED} {SERVED}")
         prefiller.hear(f"waiting {COUNT - CANCELLED}")
         prefiller.hear(f"left {rest} {rest} 64")
+        end = time.monotonic() + 60
+        while sum(one.done for one in pending[:-CANCELLED]) < SERVED:  # what has landed is seen by and by
+            assert time.monotonic() < end
         served = 0
         for k, one in enumerate(pending[:-CANCELLED]):
             if one.done:

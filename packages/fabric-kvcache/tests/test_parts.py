@@ -182,30 +182,32 @@ def test_a_target_ends_once_and_only_when_nothing_is_under_way(actions: list[str
     flying: list[FakeTransfer] = []
     target.on_ended = lambda _: ends.append(len(flying))
 
-    def submit(done: Any) -> Any:
-        flying.append(FakeTransfer(done))
+    on_done = target.on_done(lambda: None)
+
+    def submit(*, timeout: float) -> Any:
+        flying.append(FakeTransfer(on_done))
         return flying[-1]
 
-    def submit_wrongly(done: Any) -> Any:
+    def submit_wrongly(*, timeout: float) -> Any:
         raise BadRange("a page that is not there")
 
-    def submit_and_end(done: Any) -> Any:
-        transfer = FakeTransfer(done)
+    def submit_and_end(*, timeout: float) -> Any:
+        transfer = FakeTransfer(on_done)
         transfer.end()  # before the submit has returned
         return transfer
 
     written = 0
     for action in actions:
         if action in {"write", "early"}:
-            took = target.write(1, 8, submit if action == "write" else submit_and_end)
+            took = target.write(1, 8, (submit if action == "write" else submit_and_end,))
             assert took == (target.stopped is None and not ends)
             written += took
         elif action == "wrong" and target.open:
-            assert not target.write(1, 8, submit_wrongly)
+            assert not target.write(1, 8, (submit_wrongly,))
             assert isinstance(target.error, BadRange)
             written += 1
         elif action == "seal" and not target.sealed:
-            target.write(0, 0, submit, seal=True)
+            target.write(0, 0, (submit,), seal=True)
         elif action == "stop":
             target.stop("cancelled", "enough", Cancelled("enough"))
             assert all(transfer.asked for transfer in flying)

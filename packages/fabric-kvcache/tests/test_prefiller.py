@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -209,6 +211,84 @@ def test_layers_are_pushed_by_a_word_by_a_hook_and_from_a_cache(pair: Pair) -> N
         for layer in range(2):
             assert np.array_equal(np.stack(kv.layer(layer)), words[layer])
     assert watch.wait_all(0)
+
+
+def test_a_word_is_bumped_by_this_process_and_behind_its_back(pair: Pair) -> None:
+    """A value that is set is pushed when the setter returns; an addition in memory, as a GPU makes it, soon after."""
+    job, pending = pair.start()
+    with job:
+        watch = job.watch([(0, 5), (5, 10)])
+        watch.value = 1
+        assert [push.layer for push in job.pushes] == [0]
+        word = ctypes.c_uint64.from_address(watch.ptr)
+        word.value = 2
+        end = time.monotonic() + 60
+        while len(job.pushes) < 2:
+            assert time.monotonic() < end
+        threads = [threading.Thread(target=setattr, args=(watch, "value", steps)) for steps in (3, 4, 4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert watch.wait_all(60)
+        assert len(job.pushes) == 4
+        job.push_tail(b"tail")
+    pending.wait().release()
+    assert watch.error is None
+
+
+def test_a_hook_sends_each_layer_once_in_any_order(pair: Pair) -> None:
+    """What it writes was worked out before; that a layer was pushed is looked at when it is called."""
+    job, pending = pair.start()
+    pair.prefiller.pool.view[:] = np.float32(1).view(np.uint32)
+    with job:
+        for first, end in [(0, 0), (-1, 4), (4, 11)]:
+            with pytest.raises(BadRange, match="of 10"):
+                job.hook(first, end)
+        early, late = job.hook(0, 6), job.hook(6, 10)
+        late(1)
+        early(0)
+        with pytest.raises(BadRange, match="layer 7: the model has layers 0-1"):
+            early(7)
+        with pytest.raises(BadRange, match="pushed before"):
+            early(0)
+        with pytest.raises(BadRange, match="pushed before"):
+            job.push(1, 6, 10)
+        early(1)
+        late(0)
+        job.push_tail(b"tail")
+    with pending.wait() as kv:
+        assert all((kv.layer(layer)[k].view(np.float32) == 1).all() for layer in range(2) for k in range(2))
+        assert kv.writes == sum(push.writes for push in job.pushes)
+    job, pending = pair.start()
+    hook = job.hook(0, 10)
+    pending.cancel()
+    with pytest.raises(Cancelled):
+        pending.wait()
+    assert pending.wait_settled(60)
+    with pytest.raises(Cancelled), job:
+        hook(0)
+    assert job.pushes == []
+
+
+def test_a_hook_may_be_made_before_the_pages_are_named() -> None:
+    memory = np.ones(2 * 8 * LAYOUT.page_bytes // 4, np.float32)  # the user's own: 2 layers, 8 pages
+    with (
+        TransferEngine.open() as a,
+        TransferEngine.open() as b,
+        Prefiller(a, LAYOUT, pages=8, memory=memory) as prefiller,
+        Decoder(b, LAYOUT, pages=8) as decoder,
+    ):
+        pending = decoder.submit(a.address, 10, timeout=60)
+        with prefiller.next(30) as job:
+            hook = job.hook(0, 10)
+            with pytest.raises(BadRange, match="use"):
+                hook(0)
+            job.use([[5, 2, 7]])
+            for layer in job.layers:
+                hook(layer)
+        with pending.wait() as kv:
+            assert all((words.view(np.float32) == 1).all() for words in kv.layer(1))
 
 
 def test_a_word_that_stops_short_leaves_the_job_unfinished(pair: Pair) -> None:

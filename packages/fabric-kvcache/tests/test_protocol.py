@@ -19,7 +19,9 @@ from fabric_kvcache.protocol import (
     VERSION,
     Ask,
     Cancel,
+    Closed,
     Ended,
+    Goodbye,
     Hello,
     Message,
     Unwelcome,
@@ -64,7 +66,7 @@ def test_a_handshake_arrives_as_it_was_sent(layout: CacheLayout, nonce: int, ses
     """Any layout goes through, as it is."""
     pages = (7,) * len(layout.groups)
     for message in (
-        Hello(nonce, session, blob, layout, 0, 0, pages, (), blob, blob, 100),
+        Hello(nonce, session, blob, layout, 0, 0, pages, (), blob, blob, 100, "i"),
         Welcome(nonce, session, blob, layout, 0, 0),
     ):
         assert decode(encode(message)) == message
@@ -73,7 +75,13 @@ def test_a_handshake_arrives_as_it_was_sent(layout: CacheLayout, nonce: int, ses
 @settings(deadline=None)
 @given(numbers, numbers, reasons)
 def test_answers_arrive_as_they_were_sent(nonce: int, epoch: int, reason: str) -> None:
-    for message in (Unwelcome(nonce, reason), Ended(nonce, epoch, "failed", reason), Cancel(nonce, epoch, b"to")):
+    for message in (
+        Unwelcome(nonce, reason),
+        Ended(nonce, epoch, "failed", reason),
+        Cancel(nonce, epoch, b"to"),
+        Goodbye(nonce),
+        Closed(nonce, reason),
+    ):
         assert decode(encode(message)) == message
 
 

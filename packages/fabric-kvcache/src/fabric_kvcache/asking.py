@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fabric_kvcache.decoder import Decoder
     from fabric_kvcache.pending import PendingKv
 
-__all__ = ["begin", "send"]
+__all__ = ["again", "begin", "send"]
 
 
 def begin(decoder: Decoder, pending: PendingKv) -> None:
@@ -41,6 +41,28 @@ def begin(decoder: Decoder, pending: PendingKv) -> None:
         if pending._phase == "ended":  # a Cancel is on its way, and finds either nothing or all of it
             return
         send(decoder, pending, rank, body, base, number, tail=rank is tail_of)
+
+
+def again(decoder: Decoder, pending: PendingKv, old: PrefillRank, new: PrefillRank) -> None:
+    """A rank that had forgotten this decoder has answered a second handshake: ask it what the first one was asked."""
+    request = pending.request
+    if new.error is not None:
+        raise new.error if isinstance(new.error, PrefillRefused | PeerLost) else _about(new)
+    if new.shard != old.shard or new.shard is None:
+        raise PrefillRefused(
+            f"it was {old.shard}, and is {new.shard} now: ask again", peer=str(new.given), op="handshake"
+        )
+    error = decoder.ranks.opened(new, request.epoch, pending)
+    if error is not None:
+        raise error
+    if not pending._replaced(old, new):  # nothing was sent
+        decoder.ranks.closed(new, request.epoch)
+        return
+    mine = decoder.shard
+    tail = request.tail and sends_tail(new.shard, (mine.tp, mine.pp), request.seed)
+    number = pending._sources.index(new)
+    body, base = body_of(request.tokens, request.tables), decoder.slots.offset(pending._slot)
+    send(decoder, pending, new, body, base, number, tail=tail)
 
 
 def send(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["bench_command"]
 
 _TAIL_BYTES = 1 << 19  # of a layout from a file, which does not tell its vocabulary
+_MAX_COMPUTE_US = 1e7  # of one layer
 
 
 @guarded
@@ -37,7 +38,7 @@ def bench_command(
     compute_us: Annotated[
         float, typer.Option(min=0, help="Compute time of a layer; 0: published or estimated, for a file 1000.")
     ] = 0.0,
-    ready: Annotated[str, typer.Option(help="Who submits a layer that is ready: hook, watcher, or poll.")] = "hook",
+    ready: Annotated[str, typer.Option(help="Who submits a layer: hook, busy, watcher, or poll.")] = "hook",
     memory: Annotated[str, typer.Option(help="engine, user or gpu; or HERE:THERE.")] = "engine",
     adjacent: Annotated[bool, typer.Option("--adjacent/--random", help="Where a request's pages lie.")] = False,
     merge: Annotated[bool, typer.Option("--merge/--no-merge", help="Join adjacent pieces to one write.")] = True,
@@ -56,8 +57,9 @@ def bench_command(
     which one process plays. First as fast as it goes (GB/S, CPU), then while layers compute (EXPOSED, POSTED): compute
     is a clock, and no processor is used by it. Pages lie anywhere in both pools. Exit code 1: data arrived wrong.
 
-    --ready hook: the model's thread submits, and sleeps between layers. watcher: a callback of the engine does. poll: a
-    thread that polls the engine all the time does, which takes a core of its own.
+    --ready hook: the model's thread submits, and sleeps between layers. busy: the same, and it computes between layers,
+    as a model does that runs on processors. watcher: a callback of the engine submits. poll: a thread that polls the
+    engine all the time does, and one on the other side waits so too: a core each.
     """
     from fabric_core.cli.models import Report
     from fabric_core.cli.render import conclude, console
@@ -67,7 +69,7 @@ def bench_command(
     from fabric_kvcache.presets import PRESETS
 
     if ready not in get_args(Ready):
-        raise ConfigError(f"--ready {ready!r}: must be hook, watcher or poll")
+        raise ConfigError(f"--ready {ready!r}: must be hook, busy, watcher or poll")
     kinds = memory.split(":")
     if len(kinds) > 2 or not set(kinds) <= {"engine", "user", "gpu"}:
         raise ConfigError(f"--memory {memory!r}: must be engine, user or gpu, or two of them (here:there)")
@@ -104,6 +106,8 @@ def _question(model: str, to: str, tokens: int, *, chunk_tokens: int, layers: in
     from fabric_kvcache.cli_simulate import pair
     from fabric_kvcache.presets import PRESETS, find_preset
 
+    if not 0 <= compute_us <= _MAX_COMPUTE_US:  # typer's bounds let nan pass
+        raise ConfigError(f"--compute-us {compute_us:g}: microseconds of a layer, from 0 to {_MAX_COMPUTE_US:g}")
     src, dst = pair(model, to)
     preset = find_preset(model) if model.partition(":")[0] in PRESETS else None
     # The chunks of a file without a preset are those of any preset: only their times are the model's.

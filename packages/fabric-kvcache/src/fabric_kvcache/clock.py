@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from fabric_kvcache.arguments import LONGEST_SLEEP
+
 __all__ = ["Clock"]
 
 log = logging.getLogger("fabric.kvcache")
@@ -53,7 +55,7 @@ class Clock:
                     left = self._due[0][0] - time.monotonic() if self._due else None
                     if left is not None and left <= 0:
                         break
-                    self._changed.wait(left)
+                    self._changed.wait(None if left is None else min(left, LONGEST_SLEEP))
                 if self._closed:
                     return
                 what = heapq.heappop(self._due)[2]

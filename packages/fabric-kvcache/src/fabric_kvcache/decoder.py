@@ -16,17 +16,19 @@ Pages are never given to another request while a write of this one may land: see
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fabric_core import BadRange, ConfigError, DeadlineExceeded, NetAddr, TransferEngine
-from fabric_kvcache import hub
+from fabric_core import BadRange, ConfigError, DeadlineExceeded, NetAddr, StaleHandle, TransferEngine
+from fabric_kvcache import arguments, hub
 from fabric_kvcache.cache import CacheLayout
 from fabric_kvcache.clock import Clock
 from fabric_kvcache.layout import KvLayout
@@ -45,7 +47,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Decoder"]
 
+log = logging.getLogger("fabric.kvcache")
+
 DEFAULT_TIMEOUT = 30.0  # seconds
+_DAY = 86_400.0  # seconds
+_CLOSED = "the decoder is closed: it asks for nothing any more"
 
 Address = NetAddr | str
 
@@ -64,6 +70,10 @@ class Decoder:
         verify: fill pages with NaN and look through them; None: if the memory is its own.
         confirm_timeout: seconds a prefiller has to confirm a cancel before its right to write is revoked.
         seed: hand pages out in an order drawn from it, for tests.
+        instance: a name that all ranks of this decode instance have, and no other instance: a request is known by it
+            and its id. None: a random one for an instance of one rank, else "".
+
+    Raises ConfigError, naming the value.
     """
 
     def __init__(
@@ -82,12 +92,18 @@ class Decoder:
         verify: bool | None = None,
         confirm_timeout: float = 10.0,
         seed: int | None = None,
+        instance: str | None = None,
     ) -> None:
-        if max_requests < 1 or max_sources < 1 or not confirm_timeout > 0 or tail_bytes < 0:
+        if max_requests < 1 or max_sources < 1 or not 0 < confirm_timeout <= _DAY or tail_bytes < 0:
             raise ConfigError(
                 f"max_requests={max_requests}, max_sources={max_sources}, confirm_timeout={confirm_timeout}, "
-                f"tail_bytes={tail_bytes}: the first three must be above 0, the last one 0 or more"
+                f"tail_bytes={tail_bytes}: the first three must be above 0 (a time at most a day), the last 0 or more"
             )
+        if instance is not None:
+            try:
+                arguments.name("instance", instance, least=0)
+            except BadRange as error:
+                raise ConfigError(str(error)) from None
         self.engine = engine
         self.layout = layout
         self.shard = Shard(as_layout(layout), tp=tp, pp=pp, pages=pages, bases=bases)
@@ -95,17 +111,25 @@ class Decoder:
         self.max_sources = max_sources
         self.confirm_timeout = confirm_timeout
         self.verify = memory is None if verify is None else verify
-        self.pool = PagePool(engine, self.shard, memory=memory, write=True, seed=seed)
-        if self.verify:
-            _ = self.pool.octets
-        self.slots = SlotPool(engine, max_requests, SEAL.size * max_sources + tail_bytes, write=True, what="requests")
+        alone = self.shard.layout.tp * self.shard.layout.pp == 1
+        self.instance = instance if instance is not None else secrets.token_hex(8) if alone else ""
         self.clock = Clock("fabric-kv-clock")
-        self.ranks = Ranks(self)
         self._epochs = itertools.count(1)
-        self._lock = threading.Lock()  # guards the one below
+        self._lock = threading.Lock()  # guards the two below
+        self._closed = False
         self._pending: dict[int, PendingKv] = {}  # by epoch; also ended ones, until they have settled
-        self._hear = self.ranks.hear
-        hub.join(engine, self._hear)
+        with ExitStack() as undo:
+            self.pool = PagePool(engine, self.shard, memory=memory, write=True, seed=seed)
+            undo.callback(self.pool.close)
+            if self.verify:
+                _ = self.pool.octets
+            size = SEAL.size * max_sources + tail_bytes
+            self.slots = SlotPool(engine, max_requests, size, write=True, what="requests")
+            undo.callback(self.slots.close)
+            self.ranks = Ranks(self)
+            self._hear = self.ranks.hear
+            hub.join(engine, self._hear)
+            undo.pop_all()
 
     # ---- asking
 
@@ -128,26 +152,34 @@ class Decoder:
             prefiller: all ranks of a prefill instance, in any order; one address if it has one rank.
             prompt: token ids; or only how many, if the prefiller has them from elsewhere (by the request's id).
             start: tokens that this decoder has already; their pages are not written.
-            tables: pages to use, one list per group, from token 0 on; None: free ones of the pool.
-            request_id: must be the same at all decoder ranks of a request; None: a random one.
+            tables: pages to use, one list per group, from token 0 on, in a `memory` of your own; None: free ones of the
+                decoder's pool.
+            request_id: must be the same at all decoder ranks of a request, and another one for each attempt; None: a
+                random one.
             seed: which of several prefill ranks that hold the same bytes sends them; None: from the request's id.
-            on_done, on_settled: called with the PendingKv when it has ended, and when its pages are safe.
+            on_done, on_settled: called with the PendingKv when it has ended, and when no write of it can land any more,
+                well or badly: `pending.error` tells which, None if the KV is there.
 
         Raises:
-            PoolExhausted: no room. BadRange: an empty or absurd request, or tables that do not fit.
+            PoolExhausted: no room. BadRange: an empty or absurd request, or tables that do not fit. StaleHandle: the
+            decoder is closed.
         """
-        tokens = np.empty(0, np.uint32) if isinstance(prompt, int) else _tokens(prompt)
-        total = prompt if isinstance(prompt, int) else len(tokens)
-        if total < 1:
-            raise BadRange("a prompt without a token has no KV")
-        if total > MAX_TOKENS or not 0 <= start < total:
+        tokens, total = _prompt(prompt)
+        start = arguments.number("start", start, 0, MAX_TOKENS)
+        if start >= total:
             raise BadRange(f"start={start} of {total} tokens: must be 0 <= start < total <= {MAX_TOKENS}")
-        if not 0 < timeout <= 86400:
+        timeout = arguments.seconds("timeout", timeout)
+        if not 0 < timeout <= _DAY:
             raise BadRange(f"timeout={timeout!r}: seconds, above 0 and at most a day")
-        addresses = [prefiller] if isinstance(prefiller, NetAddr | str) else list(prefiller)
-        if not addresses:
-            raise BadRange("no prefiller: name all ranks of the instance that is to compute the prompt")
-        name = request_id if request_id is not None else secrets.token_hex(8)
+        if tables is not None and self.pool.own:
+            raise BadRange(
+                "tables name pages of a memory of your own, and this decoder hands out its own pages: leave tables "
+                "out, or give it your allocator's memory by Decoder(memory=...)"
+            )
+        addresses = _addresses(prefiller)
+        name = arguments.name("request_id", secrets.token_hex(8) if request_id is None else request_id)
+        seed = seed_of(name) if seed is None else arguments.number("seed", seed, 0, (1 << 63) - 1)
+        self._check_open()
         with ExitStack() as undo:  # until somebody is told about the pages
             lease = self.pool.lease(total) if tables is None else self.pool.borrow(tables, start, total)
             undo.callback(lease.release)
@@ -163,7 +195,7 @@ class Decoder:
             request = Request(
                 request_id=name,
                 epoch=next(self._epochs),
-                seed=seed_of(name) if seed is None else seed,
+                seed=seed,
                 start=start,
                 total=total,
                 tokens=tokens,
@@ -171,23 +203,26 @@ class Decoder:
                 tail=self.tail_bytes > 0,
                 timeout=timeout,
             )
-            ranks = [self.ranks.get(NetAddr.parse(a) if isinstance(a, str) else a) for a in addresses]
+            ranks = [self.ranks.get(address) for address in addresses]
             pending = PendingKv(self, ranks, request, lease, slot, (imms[0], imms[1]))
+            with self._lock:  # a close() either finds it, or is seen here
+                if self._closed:
+                    raise StaleHandle(_CLOSED)
+                self._pending[request.epoch] = pending
             undo.pop_all()
-        with self._lock:
-            self._pending[request.epoch] = pending
         if on_done is not None:
             pending.add_done_callback(on_done)
         if on_settled is not None:
             pending.add_settled_callback(on_settled)
         if any(rank.greeting for rank in ranks):
-            self.clock.call(timeout, lambda: self._greeting_over(pending))
+            found = weakref.ref(pending)  # a long timeout is no reason to keep what has ended
+            self.clock.call(timeout, lambda: self._greeting_over(found()))
         for rank in ranks:
             self.ranks.when_ready(rank, pending._ready)
         return pending
 
-    def _greeting_over(self, pending: PendingKv) -> None:
-        if pending._phase != "greeting":
+    def _greeting_over(self, pending: PendingKv | None) -> None:
+        if pending is None or pending._phase != "greeting":
             return
         error = DeadlineExceeded("no answer to the handshake", code="ETIME")
         pending._fail(error)
@@ -215,6 +250,19 @@ class Decoder:
     def _forget(self, pending: PendingKv) -> None:
         with self._lock:
             self._pending.pop(pending.request.epoch, None)
+            last = self._closed and not self._pending
+        if last:  # not here: this may be the callback thread
+            self.clock.call(0, self._stop_asking)
+
+    def _check_open(self) -> None:
+        with self._lock:
+            if self._closed:
+                raise StaleHandle(_CLOSED)
+
+    def _stop_asking(self) -> None:
+        """After close(), once everything has settled, or the engine is closed: nothing is left to hear or to do."""
+        hub.leave(self.engine, self._hear)
+        self.clock.close()
 
     @property
     def in_flight(self) -> int:
@@ -223,20 +271,37 @@ class Decoder:
             return len(self._pending)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Cancel what is pending, wait for the confirmations, and end every right to write here. Idempotent."""
+        """Cancel what is pending, wait for the confirmations, and end every right to write here. Idempotent.
+
+        A prefiller that stands still may be in the middle of a copy. Requests whose end it does not confirm within
+        `timeout` seconds stay `in_flight`: it is asked on in the background while the engine lives, and `on_settled` is
+        called when their pages are safe. Nobody may use their pages before.
+        """
+        limit = arguments.seconds("timeout", timeout)
         with self._lock:
+            again, self._closed = self._closed, True
             pending = list(self._pending.values())
         for one in pending:
             one.cancel()
-            one._unclaimed()
-        end = time.monotonic() + (0 if self.engine.closed else timeout)
+        end = time.monotonic() + (0 if self.engine.closed else limit)
         for one in pending:
             one.wait_settled(max(0.0, end - time.monotonic()))
-        hub.leave(self.engine, self._hear)
-        self.clock.close()
+        if again:
+            return
         self.ranks.close()
         self.pool.close()
         self.slots.close()
+        left = self.in_flight
+        if left:
+            log.warning(
+                "a decoder has closed with %d requests whose prefillers (%s) have not confirmed their end: their pages "
+                "must not be used before on_settled is called%s",
+                left,
+                ", ".join(sorted({str(one) for each in pending if not each.settled for one in each.prefillers})),
+                ", which this closed engine cannot learn any more" if self.engine.closed else "",
+            )
+        if not left or self.engine.closed:
+            self._stop_asking()
 
     def __enter__(self) -> Decoder:
         return self
@@ -245,5 +310,27 @@ class Decoder:
         self.close()
 
 
-def _tokens(prompt: Sequence[int] | NDArray[Any]) -> NDArray[np.uint32]:
-    return np.frombuffer(indices(prompt), dtype="<u4") if len(prompt) else np.empty(0, np.uint32)
+def _prompt(prompt: Any) -> tuple[NDArray[np.uint32], int]:
+    """Return a prompt's tokens, none if only their number was given, and that number."""
+    try:
+        found = np.asarray(prompt)
+    except (TypeError, ValueError, OverflowError):
+        found = np.empty((), object)
+    if found.ndim == 0:
+        return np.empty(0, np.uint32), arguments.number("prompt", prompt, 1, MAX_TOKENS)
+    if found.ndim != 1 or not 1 <= len(found) <= MAX_TOKENS:
+        raise BadRange(f"a prompt of shape {found.shape}: must be a list of 1 to {MAX_TOKENS} token ids")
+    return np.frombuffer(indices(found), dtype="<u4"), len(found)
+
+
+def _addresses(prefiller: Any) -> list[NetAddr]:
+    try:
+        given = [prefiller] if isinstance(prefiller, NetAddr | str) else list(prefiller)
+    except TypeError:
+        given = [prefiller]
+    if not given:
+        raise BadRange("no prefiller: name all ranks of the instance that is to compute the prompt")
+    for one in given:
+        if not isinstance(one, NetAddr | str):
+            raise BadRange(f"prefiller={one!r}: must be the address of an engine")
+    return [NetAddr.parse(one) if isinstance(one, str) else one for one in given]

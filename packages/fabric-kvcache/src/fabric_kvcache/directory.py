@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from fabric_core import BackendError, ConfigError, FabricError
+from fabric_core import BackendError, ConfigError, FabricError, StaleHandle
 from fabric_kvcache.member import BEATS, Directory, Member, Role, State, StaticDirectory
 
 __all__ = ["BEATS", "Directory", "Displaced", "Member", "Registration", "Role", "StaticDirectory", "StoreDirectory"]
@@ -31,6 +31,7 @@ __all__ = ["BEATS", "Directory", "Displaced", "Member", "Registration", "Role", 
 log = logging.getLogger("fabric.kvcache")
 
 _MAX_RECORD = 1 << 16
+_MAX_LOAD = 1 << 40  # of Member.load
 _FREE = "-"  # a slot that is nobody's; not "", which a store takes for "no such key"
 
 
@@ -67,7 +68,8 @@ class StoreDirectory:
     ) -> Registration:
         """Make an instance known, until `close` or until its process ends. A name that is taken changes hands.
 
-        `lease`: seconds after which others take it for dead, if it is. `load`: asked at each beat of the heart.
+        `lease`: seconds after which others take it for dead, if it is. `load`: asked at each beat of the heart; while
+        it raises, the last one that it gave stands, and `Registration.problem` is the error.
         Raises ConfigError; BackendError if the store cannot be reached.
         """
         if not 0.01 <= lease <= 86_400:
@@ -77,8 +79,8 @@ class StoreDirectory:
                 name=name, role=role, addresses=tuple(addresses), layout=layout, beat=0,
                 incarnation=secrets.token_hex(8), lease_ms=round(1000 * lease),
             )  # fmt: skip
-            _decoder.decode(_encode(member))  # the bounds of the fields
-        except (FabricError, msgspec.ValidationError) as error:
+            _check(member)
+        except (FabricError, TypeError, msgspec.MsgspecError, UnicodeEncodeError) as error:
             raise ConfigError(f"{name!r}, {role!r}, {list(addresses)!r}: {error}") from None
         return Registration(self, member, load)
 
@@ -159,6 +161,7 @@ class Registration:
         self._key, self._raw = directory._claim(member)
         self.problem: FabricError | None = None  #: the last beat's; None: all is well
         self._stop = threading.Event()
+        self._closed = False
         self._thread = threading.Thread(target=self._beat, name=f"fabric-kv-lease-{member.name}", daemon=True)
         self._thread.start()
 
@@ -168,14 +171,23 @@ class Registration:
             return self._member
 
     def change(self, *, role: Role | None = None, state: State | None = None) -> None:
-        """Change the role, or begin to drain. Raises Displaced; BackendError if the store cannot be reached."""
+        """Change the role, or begin to drain.
+
+        Raises ConfigError for one that there is not, StaleHandle after `close`, Displaced, and BackendError if the
+        store cannot be reached.
+        """
         with self._lock:
+            if self._closed:
+                raise StaleHandle(f"the registration of {self._member.name} is closed: register it again")
             member = self._member
-            self._write(
-                msgspec.structs.replace(
-                    member, role=member.role if role is None else role, state=member.state if state is None else state
-                )
+            changed = msgspec.structs.replace(
+                member, role=member.role if role is None else role, state=member.state if state is None else state
             )
+            try:
+                _check(changed)
+            except (TypeError, msgspec.MsgspecError) as error:
+                raise ConfigError(f"role={role!r}, state={state!r}: {error}") from None
+            self._write(changed)
 
     def _write(self, member: Member) -> None:
         """Write the next beat, with the lock held."""
@@ -191,21 +203,29 @@ class Registration:
 
     def _beat(self) -> None:
         while not self._stop.wait(self._member.lease_ms / 1000 / BEATS):
+            load, problem = self._ask_load()
             try:
-                load = max(0, int(self._load()))
                 with self._lock:
                     if self._stop.is_set():
                         return
                     self._write(msgspec.structs.replace(self._member, load=load))
-                self.problem = None
             except Displaced as error:
                 self.problem = error
                 log.error("%s; it is not known any more", error)
                 return
-            except Exception as error:  # also the user's load(): the heart goes on
-                if self.problem is None:
-                    log.warning("%s: %s", self._member.name, error)
-                self.problem = error if isinstance(error, FabricError) else FabricError(repr(error))
+            except Exception as error:  # the store's: the heart goes on
+                problem = error if isinstance(error, FabricError) else FabricError(repr(error))
+            if problem is not None and self.problem is None:
+                log.warning("%s: %s", self._member.name, problem)
+            self.problem = problem
+
+    def _ask_load(self) -> tuple[int, FabricError | None]:
+        """Return the user's figure; the last one that was given, and why, if there is none. It costs no beat."""
+        try:
+            load = int(self._load())
+        except Exception as error:
+            return self._member.load, FabricError(f"load() has failed, {self._member.load} stands: {error!r}")
+        return min(max(0, load), _MAX_LOAD), None
 
     def close(self, timeout: float = 5.0) -> None:
         """Be known no more. Idempotent. A store that cannot be reached is no error: the lease runs out."""
@@ -213,6 +233,7 @@ class Registration:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout)
         with self._lock:
+            self._closed = True
             if self._raw != _FREE and not isinstance(self.problem, Displaced):
                 try:
                     self._directory._swap(self._key, self._raw, _FREE)
@@ -233,3 +254,8 @@ _decoder = msgspec.json.Decoder(Member)
 
 def _encode(member: Member) -> str:
     return _encoder.encode(member).decode()
+
+
+def _check(member: Member) -> None:
+    """Raise if others could not read this record: the bounds of its fields are looked at while decoding."""
+    _decoder.decode(_encode(member))

@@ -6,20 +6,20 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fabric_core import BadRange, DeadlineExceeded, FabricError, MrHandle, WaitTimeout
-from fabric_kvcache.cache import AttentionGroup, show_layers
-from fabric_kvcache.coverage import Coverage
-from fabric_kvcache.layout import pack
-from fabric_kvcache.moves import Moves
-from fabric_kvcache.plan import Chunk
+from fabric_core import BadRange, FabricError, MrHandle, StaleHandle, WaitTimeout
+from fabric_kvcache.cache import show_layers
+from fabric_kvcache.hook import LayerHook
+from fabric_kvcache.layout import check_fit, pack
+from fabric_kvcache.ledger import Ledger
 from fabric_kvcache.pool import PageLease
 from fabric_kvcache.protocol import SEAL
 from fabric_kvcache.sending import Push, Sender
+from fabric_kvcache.steps import Step, Steps, same_pages
 from fabric_kvcache.tables import Tables, checked
 from fabric_kvcache.target import How, Target
 from fabric_kvcache.watcher import LayerWatch
@@ -63,14 +63,13 @@ class PrefillJob:
         self._tables: Tables | None = lease.tables if lease is not None else None
         self._slot = slot
         self._lock = threading.RLock()  # guards what was pushed; a seal must not overtake a push
-        self._covered = {layer: Coverage() for layer in self.layers}
-        self._open_layers = set(self.layers)
-        self._padded = lease is not None and all(_same_pages(target) for target in targets)
-        self._moves: dict[tuple[Target, int, int], Moves] = {}
-        self._tail = not any(target.head.tail for target in targets)  # pushed, or wanted by nobody
+        self._ledger = Ledger(self.layers, self.start, self.total, tail=any(target.head.tail for target in targets))
+        self._padded = lease is not None and all(same_pages(target) for target in targets)
         self._watches: list[LayerWatch] = []
+        self._leaving = False
         self._left = False
         self._sender = Sender(prefiller)
+        self._steps = Steps(prefiller.shard, targets, self._sender, self.total)
 
     @property
     def tables(self) -> Tables:
@@ -86,7 +85,13 @@ class PrefillJob:
         """
         if self._lease is not None:
             raise BadRange("this prefiller has its own pages, which the job holds already")
-        self._tables = checked(self._p.shard, tables, self.start, self.total)
+        found = checked(self._p.shard, tables, self.start, self.total)
+        with self._lock:
+            before, self._tables = self._tables, self._tables or found
+        if before is not None and any(not np.array_equal(a, b) for a, b in zip(before, found, strict=True)):
+            raise BadRange(
+                "use(tables) a second time, with other pages: name all pages of the request once, before a push"
+            )
 
     # ---- pushing
 
@@ -94,37 +99,56 @@ class PrefillJob:
         """Copy a layer's KV of the tokens from `first_token` on into this rank's pages, and send it.
 
         keys and values are `[head, token, dim]`, of the heads of this rank. Chunks may end anywhere.
-        Raises BadRange, the error of a push that has failed, Cancelled, or DeadlineExceeded.
+        Raises BadRange, the error of a push that has failed, Cancelled, DeadlineExceeded, or StaleHandle: the job was
+        left. Then nothing was copied either.
         """
         began = time.perf_counter()
-        self._check(layer, first_token, first_token + keys.shape[1])
+        end = first_token + keys.shape[1]
+        self._check(layer, first_token, end)
         pool, size = self._p.pool, self._p.shard.layout.groups[0].page_tokens  # type: ignore[union-attr]
         view = pool.view[self._p.shard.layers(0).index(layer)]
-        pages = self.tables[0][first_token // size : -(-(first_token + keys.shape[1]) // size)]
-        pack(view, pages, keys, values, first_token % size)
-        if self._padded and first_token + keys.shape[1] == self.total:
-            view[pages[-1], :, :, self.total % size or size :] = 0
-        self._push(layer, first_token, first_token + keys.shape[1], began)
+        pages = self.tables[0][first_token // size : -(-end // size)]
+        check_fit(view, pages, keys, values, first_token % size)
+        with (
+            self._lock
+        ):  # the pages are this job's for as long as it was not left, and these tokens are pushed by nobody
+            step = self._step(layer, first_token, end, padded=self._padded)
+            self._reserve(step)
+            pack(view, pages, keys, values, first_token % size)
+            if self._padded and end == self.total:
+                view[pages[-1], :, :, self.total % size or size :] = 0
+            if step is not None:
+                self._submit(step, began)
 
     def push(self, layer: int, first: int, end: int) -> None:
         """Send a layer's KV of tokens `first` to `end`, straight from this rank's pages, where it lies already."""
         began = time.perf_counter()
         self._check(layer, first, end)
         self._padded = False  # what follows the prompt in its last page is not known to be nobody else's
-        self._push(layer, first, end, began)
+        step = self._step(layer, first, end, padded=False)
+        if step is not None:
+            self._post(step, began)
 
     def push_all(self, first: int, end: int) -> None:
         """Send all layers of tokens that are there already: a prefix that this side had in its cache."""
         for layer in self.layers:
             self.push(layer, first, end)
 
-    def hook(self, first: int, end: int) -> Callable[[int], None]:
-        """Return what a model calls with the number of each layer that is done, for a chunk of tokens."""
-        return functools.partial(self._hooked, first, end)
+    def hook(self, first: int, end: int) -> LayerHook:
+        """Return what a model calls with the number of each layer that is done, for a chunk of tokens.
 
-    def _hooked(self, first: int, end: int, layer: int) -> None:
-        if layer in self._covered:
-            self.push(layer, first, end)
+        Make it when the chunk begins: what its layers write is worked out here, not when they are ready.
+        Raises BadRange for tokens that are not of the prompt.
+        """
+        self._check_tokens(first, end)
+        self._padded = False
+        steps: dict[int, Step] = {}
+        if self._tables is not None:  # else they are known by the time that a layer is ready
+            for layer in self.layers:
+                step = self._step(layer, first, end, padded=False)
+                if step is not None:
+                    steps[layer] = step
+        return LayerHook(steps, lambda layer: self._step(layer, first, end, padded=False), self._post)
 
     def watch(self, chunks: Sequence[tuple[int, int]], layers: Sequence[int] | None = None) -> LayerWatch:
         """Return a word that whoever computes bumps after each layer of each chunk, in that order; pushes follow.
@@ -134,7 +158,8 @@ class PrefillJob:
         steps = [(layer, *chunk) for chunk in chunks for layer in (self.layers if layers is None else layers)]
         for layer, first, end in steps:
             self._check(layer, first, end)
-        watch = LayerWatch(self._p.engine, steps, self.push)
+        hooks = {chunk: self.hook(*chunk) for chunk in dict.fromkeys(tuple(chunk) for chunk in chunks)}
+        watch = LayerWatch(self._p.engine, steps, lambda layer, first, end: hooks[first, end](layer))
         self._watches.append(watch)
         return watch
 
@@ -149,21 +174,23 @@ class PrefillJob:
             octets = np.frombuffer(data, dtype=np.uint8) if memoryview(data).nbytes else np.empty(0, np.uint8)
             source = self._p.tails.handle, self._p.tails.offset(self._slot)
         with self._lock:
+            self._not_left()
             self._alive()
             if octets is not None and len(octets) != nbytes:
                 raise BadRange(f"a tail of {len(octets)} bytes, expected one of {nbytes}, once")
-            if self._tail and any(target.head.tail for target in self._targets):
+            if not self._ledger.tail_left and any(target.head.tail for target in self._targets):
                 raise BadRange(f"a tail of {nbytes} bytes, a second time: it is pushed once")
-            self._tail = True
+            self._ledger.tail_left = False
             if octets is not None and nbytes:
                 self._p.tails.at(self._slot)[:nbytes] = octets
             wanted = [target for target in self._targets if target.head.tail]
-            push = Push(TAIL, len(wanted), nbytes * len(wanted), began, time.perf_counter())
-            done = self._sender.when_done(push, len(wanted))
+            push = Push(TAIL, len(wanted), nbytes * len(wanted), began, time.perf_counter(), left=len(wanted))
+            ended = functools.partial(self._sender.ended, push)
             for target in wanted:
-                submit = functools.partial(self._sender.single, target, source, nbytes, target.head.tail_offset, done)
-                if not target.write(1, nbytes, submit):
-                    done(None)
+                if not target.write(1, nbytes, (self._sender.tail(target, source, nbytes, target.on_done(ended)),)):
+                    ended()
+            if not wanted:
+                push.done = time.perf_counter()
             push.submitted = time.perf_counter()
             self.pushes.append(push)
             self._seal_if_whole()
@@ -173,59 +200,67 @@ class PrefillJob:
         if layer not in self._p.shard.layout.stage_layers(self._p.shard.pp):
             stage = show_layers(tuple(self._p.shard.layout.stage_layers(self._p.shard.pp)))
             raise BadRange(f"layer {layer}: this rank has layers {stage}")
+        self._check_tokens(first, end)
+
+    def _check_tokens(self, first: int, end: int) -> None:
         if not 0 <= first < end <= self.total:
             raise BadRange(f"tokens {first}..{end} of {self.total}: must be 0 <= first < end <= total")
 
-    def _push(self, layer: int, first: int, end: int, began: float) -> None:
-        with self._lock:
-            self._alive()
-            if layer not in self._covered:
-                return  # nobody wants it of this rank: another one sends it
-            self._covered[layer].add(first, end)
-            pieces = []
-            for target in self._targets:
-                a = max(first, target.request.start)
-                if a < end and target.open:
-                    pieces += [(target, piece) for piece in self._moves_of(target, a, end).at(layer)]
-            writes = sum(len(source) for _target, (_length, source, _to) in pieces)
-            nbytes = sum(length * len(source) for _target, (length, source, _to) in pieces)
-            push = Push(layer, writes, nbytes, began, time.perf_counter())
-            done = self._sender.when_done(push, len(pieces))
-            for target, piece in pieces:
-                count, submit = len(piece[1]), functools.partial(self._sender.pages, target, piece, done)
-                if not target.write(count, piece[0] * count, submit):
-                    done(None)
-            push.submitted = time.perf_counter()
-            self.pushes.append(push)
-            if self._covered[layer].gap(self.start, self.total) is None:
-                self._open_layers.discard(layer)
-                self._seal_if_whole()
-            self._alive()
+    def _step(self, layer: int, first: int, end: int, *, padded: bool) -> Step | None:
+        """None: nobody wants this layer of this rank, another one sends it. Raises BadRange for one of no rank."""
+        if layer not in self._ledger:
+            every = sorted({number for group in self._p.shard.layout.groups for number in group.layer_numbers})
+            if layer not in every:
+                raise BadRange(f"layer {layer!r}: the model has layers {show_layers(tuple(every))}")
+            return None
+        return self._steps.make(layer, first, end, self.tables, padded=padded)
 
-    def _moves_of(self, target: Target, first: int, end: int) -> Moves:
-        """Return what a chunk writes: worked out at its first layer, the same for the others but for an offset."""
-        key = target, first, end
-        found = self._moves.get(key)
-        if found is None:
-            total = self.total
-            if self._padded and end == total:  # the last page as a whole, padded with zeros: one write instead of many
-                size = self._p.shard.layout.groups[0].page_tokens  # type: ignore[union-attr]
-                end = total = -(-total // size) * size
-            chunk = Chunk(first, end, total, target.request.start)
-            found = self._moves[key] = target.plan.moves(chunk, self.tables, target.request.tables)
-        return found
+    def _post(self, step: Step, began: float) -> None:
+        """Submit a layer that is ready."""
+        with self._lock:
+            self._reserve(step)
+            self._submit(step, began)
+
+    def _reserve(self, step: Step | None) -> None:
+        """Take these tokens on; with the lock held. Raises why they may not be pushed, and nothing has changed."""
+        self._not_left()
+        self._alive()
+        if step is not None:
+            self._ledger.add(step.layer, step.first, step.end)
+
+    def _not_left(self) -> None:
+        if self._leaving:
+            raise StaleHandle(f"the job of request {self.request.request_id} was left: its pages may be another one's")
+
+    def _submit(self, step: Step, began: float) -> None:
+        """Submit what was reserved; with the lock held. What can wait comes after the submits."""
+        push = step.push
+        push.began, push.submitting = began, time.perf_counter()
+        made = 0
+        for batch in step.batches:
+            made += batch.target.write(batch.writes, batch.nbytes, batch.submits)
+        push.submitted = time.perf_counter()
+        if not step.transfers:
+            push.done = push.submitted
+        self.pushes.append(push)
+        if self._ledger.close(step.layer):
+            self._seal_if_whole()
+        if made < step.transfers:  # a decoder rank wants no more
+            self._sender.ended(push, step.transfers - made)
+            self._alive()
 
     def _seal_if_whole(self) -> None:
         """Once everything was submitted, tell each decoder rank how many writes that was."""
-        if self._open_layers or not self._tail:
+        if not self._ledger.whole:
             return
         for target in self._targets:
             if target.open and not target.sealed:
                 slot = self._p.seals.take()
                 seal = SEAL.pack(target.request.epoch, target.writes, target.nbytes)
                 self._p.seals.at(slot)[:] = np.frombuffer(seal, np.uint8)
-                if not target.write(0, 0, functools.partial(self._sender.seal, target, slot), seal=True):
-                    self._p.seals.give(slot)
+                give = functools.partial(self._p.seals.give, slot)
+                if not target.write(0, 0, (self._sender.seal(target, slot, target.on_done(give)),), seal=True):
+                    give()
 
     # ---- the decoders
 
@@ -237,14 +272,13 @@ class PrefillJob:
     def _alive(self) -> None:
         """Raise why there is nobody left to write to."""
         now = time.monotonic()
+        wanted = False
         for target in self._targets:
-            if target.deadline <= now and target.open:
-                name = target.request.request_id
-                error = DeadlineExceeded(
-                    f"the deadline of request {name} has passed", peer=str(target.session.address), op="prefill"
-                )
-                target.stop("failed", "its deadline has passed", error)
-        if self.cancelled:
+            if target.open and target.deadline > now:
+                wanted = True
+            elif target.open:
+                target.expire()
+        if not wanted:
             for target in self._targets:
                 if target.error is not None:
                     raise target.error
@@ -260,11 +294,14 @@ class PrefillJob:
         for watch in self._watches:
             while not watch.wait_all(_LOOK) and watch.error is None and not self.cancelled and time.monotonic() < last:
                 pass
-        what = self._unpushed() if not self.cancelled else ""
+        what = self._ledger.unpushed() if not self.cancelled else ""
         if what:
             reason = f"{what} of request {self.request.request_id} was never pushed"
+            refused = next((watch.error for watch in self._watches if watch.error is not None), None)
+            if refused is not None:
+                reason += f", because a push that follows a watch was refused: {refused}"
             self.abandon(reason)
-            raise FabricError(reason)
+            raise FabricError(reason) from refused
         if not self._settle():
             raise WaitTimeout(f"a write of request {self.request.request_id} does not end")
         for target in self._targets:
@@ -277,30 +314,16 @@ class PrefillJob:
             self._p._stop(target, how, reason)
         self._settle()
 
-    def _unpushed(self) -> str:
-        for layer in sorted(self._open_layers):
-            gap = self._covered[layer].gap(self.start, self.total)
-            return f"token {gap} of layer {layer}"
-        return "" if self._tail else "the tail"
-
     def _settle(self) -> bool:
         """Wait for the end of all writes, good or bad, and give the source pages back. False: one did not end."""
         if self._left:
             return True
+        with self._lock:  # a push that is under way ends before; none begins any more
+            self._leaving = True
         for watch in self._watches:
             watch.close()
         end = max([time.monotonic(), *(target.deadline for target in self._targets)]) + _GRACE
-        for target in self._targets:
-            for transfer in target.transfers():
-                try:
-                    transfer.wait(max(0.0, end - time.monotonic()))  # helps the engine along, as a condition does not
-                except FabricError:  # the target has heard of it
-                    pass
-        with self._sender.changed:  # the callbacks, for the times they note
-            self._sender.changed.wait_for(lambda: not self._sender.under_way, timeout=max(0.0, end - time.monotonic()))
-        while any(target.busy for target in self._targets) and time.monotonic() < end:
-            with self._sender.changed:
-                self._sender.changed.wait(0.005)  # the last step of a callback
+        self._sender.settle(self._targets, self.pushes, end)
         self._left = True
         if any(target.busy for target in self._targets):
             log.error("request %s: a write does not end; its pages stay unused", self.request.request_id)
@@ -312,6 +335,10 @@ class PrefillJob:
         self._p.tails.give(self._slot)
         return True
 
+    def __del__(self) -> None:
+        if not getattr(self, "_left", True):  # nothing is given back here: this may be any thread, with any lock held
+            log.error("the job of request %s was dropped and never left: its pages stay taken", self.request.request_id)
+
     def __enter__(self) -> PrefillJob:
         return self
 
@@ -320,12 +347,3 @@ class PrefillJob:
             self.finish()
         elif not self._left:
             self.abandon(str(error) if isinstance(error, FabricError) else f"the model failed: {error!r}")
-
-
-def _same_pages(target: Target) -> bool:
-    """Whether pages are of one size on both sides, with nothing but tokens in them."""
-    groups = [*target.plan.src.layout.groups, *target.plan.dst.layout.groups]
-    return (
-        all(isinstance(group, AttentionGroup) and not (group.window or group.scale_bytes) for group in groups)
-        and len({group.page_tokens for group in groups if isinstance(group, AttentionGroup)}) == 1
-    )

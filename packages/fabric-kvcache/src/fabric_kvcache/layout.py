@@ -108,17 +108,30 @@ class KvLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         return words.reshape(self.layers, pages, self.kv_heads, 2, self.page_tokens, self.head_dim)
 
 
+def check_fit(
+    layer: NDArray[Any], pages: NDArray[Any], keys: NDArray[Any], values: NDArray[Any], first: int = 0
+) -> None:
+    """Raise BadRange if these cannot be packed there: another shape, another width of the elements, other pages."""
+    heads, _two, size, dim = layer.shape[1:]
+    shape = (heads, keys.shape[1] if keys.ndim == 3 else 0, dim)
+    if keys.shape != shape or values.shape != shape:
+        raise BadRange(f"keys {keys.shape} and values {values.shape} do not fit {heads} heads x {dim}")
+    width = layer.dtype.itemsize
+    if keys.dtype.itemsize != width or values.dtype.itemsize != width:
+        raise BadRange(f"keys of {keys.dtype} and values of {values.dtype}: the cache's elements have {width} bytes")
+    if not 0 <= first < size or len(pages) != -(-(first + shape[1]) // size):
+        raise BadRange(f"{shape[1]} tokens from token {first} on do not lie in {len(pages)} pages of {size}")
+
+
 def pack(layer: NDArray[Any], pages: NDArray[Any], keys: NDArray[Any], values: NDArray[Any], first: int = 0) -> None:
     """Write keys and values, each `[head, token, dim]`, into pages of one layer's view; nothing else of them changes.
 
-    `first`: which token of `pages[0]` is the first one; `pages` are the ones that these tokens lie in, in order.
+    `first`: which token of `pages[0]` is the first one; `pages` are the ones that these tokens lie in, in order. Raises
+    as `check_fit` does, and then nothing has changed.
     """
+    check_fit(layer, pages, keys, values, first)
     heads, _two, size, dim = layer.shape[1:]
     tokens = keys.shape[1]
-    if keys.shape != (heads, tokens, dim) or values.shape != keys.shape:
-        raise BadRange(f"keys {keys.shape} and values {values.shape} do not fit {heads} heads x {dim}")
-    if not 0 <= first < size or len(pages) != -(-(first + tokens) // size):
-        raise BadRange(f"{tokens} tokens from token {first} on do not lie in {len(pages)} pages of {size}")
     head = min(size - first, tokens) if first else 0  # what completes a page that was begun before
     begun = 1 if first else 0
     full, rest = divmod(tokens - head, size)

@@ -9,12 +9,10 @@ called.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from fabric_core import (
     Cancelled,
@@ -26,8 +24,10 @@ from fabric_core import (
     TransferError,
     WaitTimeout,
 )
-from fabric_kvcache.asking import begin
+from fabric_kvcache.arguments import LONGEST_SLEEP, seconds
+from fabric_kvcache.asking import again, begin
 from fabric_kvcache.errors import KvDamaged, PrefillRefused
+from fabric_kvcache.outcome import Outcome
 from fabric_kvcache.pool import PageLease
 from fabric_kvcache.protocol import Ended
 from fabric_kvcache.received import ReceivedKv
@@ -40,12 +40,10 @@ if TYPE_CHECKING:
 
 __all__ = ["KvDamaged", "PendingKv", "PrefillRefused"]
 
-log = logging.getLogger("fabric.kvcache")
-
 _GRACE = 5.0  # seconds: how much longer than its deadline a request may take to say so
 
 
-class PendingKv:
+class PendingKv(Outcome):
     """A request under way. Wait for it, or await it; either gives the `ReceivedKv` or raises what went wrong.
 
     PrefillRefused, PeerLost, DeadlineExceeded (naming what is missing), Cancelled, KvDamaged.
@@ -63,6 +61,7 @@ class PendingKv:
         slot: int,
         imms: tuple[int, int],
     ) -> None:
+        super().__init__(request.request_id)
         self.request = request
         self.prefillers = [rank.given for rank in ranks]
         self.deadline = time.monotonic() + request.timeout
@@ -80,13 +79,10 @@ class PendingKv:
         self._sources: list[PrefillRank] = []  # whom this request was sent to, in the order of their seals
         self._open: set[PrefillRank] = set()  # of those: who may still write
         self._gone: FabricError | None = None  # why one of them writes no more: what has not arrived never will
-        self._error: FabricError | None = None
+        self._greeted_again: set[PrefillRank] = set()  # those that did not know this decoder any more
+        self._dropped = False  # cancelled; what has arrived is wanted no more
         self._result: ReceivedKv | None = None
-        self._done_calls: list[Callable[[PendingKv], object]] = []
-        self._settled_calls: list[Callable[[PendingKv], object]] = []
         self._moved = threading.Event()  # it has left the greeting
-        self._done = threading.Event()
-        self._settled = threading.Event()
         self._checking = threading.Lock()  # one thread looks through the pages
 
     # ---- looking and waiting
@@ -99,19 +95,14 @@ class PendingKv:
             self._advance(op)
         return self._done.is_set()
 
-    @property
-    def settled(self) -> bool:
-        """Whether no write of this request can land any more: its pages may be used again (or hold its KV)."""
-        return self._settled.is_set()
-
     def wait(self, timeout: float | None = None) -> ReceivedKv:
         """Block until everything has arrived. None: as long as the request's own timeout. Raises WaitTimeout too."""
-        limit = time.monotonic() + timeout if timeout is not None else self.deadline + _GRACE
+        limit = self.deadline + _GRACE if timeout is None else time.monotonic() + seconds("timeout", timeout)
         while not self._done.is_set():
             left = limit - time.monotonic()
             if left <= 0:
                 raise WaitTimeout(f"request {self.request.request_id} goes on: wait again, or cancel() it")
-            op = self._op
+            op, left = self._op, min(left, LONGEST_SLEEP)
             if op is None:
                 self._moved.wait(left)
                 continue
@@ -122,46 +113,21 @@ class PendingKv:
             self._advance(op)
         return self._outcome()
 
-    def wait_settled(self, timeout: float) -> bool:
-        """Block until its pages are safe; False: they are not, within `timeout` seconds."""
-        return self._settled.wait(timeout)
-
-    def __await__(self) -> Generator[Any, None, ReceivedKv]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-
-        def wake() -> None:
-            if not future.done():
-                future.set_result(None)
-
-        def ended(_: PendingKv) -> None:
-            try:
-                loop.call_soon_threadsafe(wake)
-            except RuntimeError:  # the loop is closed: nobody waits any more
-                pass
-
-        self.add_done_callback(ended)
-        yield from future.__await__()
-        return self._outcome()
-
-    def add_done_callback(self, call: Callable[[PendingKv], object]) -> None:
-        """Call `call(self)` when it ends (callback thread, or the one that saw it first); at once if it has."""
-        self._add(self._done, self._done_calls, call)
-
-    def add_settled_callback(self, call: Callable[[PendingKv], object]) -> None:
-        """Call `call(self)` when its pages are safe."""
-        self._add(self._settled, self._settled_calls, call)
-
-    def _add(self, event: threading.Event, calls: list[Any], call: Callable[[PendingKv], object]) -> None:
-        with self._lock:
-            if not event.is_set():
-                calls.append(call)
-                return
-        call(self)
-
     def cancel(self) -> None:
-        """End it. The prefillers are asked to stop, and the pages come back when they have: see `settled`."""
-        self._fail(Cancelled("the request was cancelled", op="prefill", code="ECANCELED"))
+        """End it. The prefillers are asked to stop, and the pages come back when they have: see `settled`.
+
+        What has arrived, and was not taken by `wait` or `await`, is given back too; a `ReceivedKv` is the caller's.
+        """
+        error = self._cancelled()
+        self._fail(error)
+        if self._error is not error:
+            self._dropped = True
+            if self._done.is_set():  # else whoever ends it comes to _drop()
+                self._drop()
+
+    def _cancelled(self) -> Cancelled:
+        cure = "ask again, under another request id, if its KV is wanted after all"
+        return Cancelled("the request was cancelled", op="prefill", code="ECANCELED", cure=cure)
 
     # ---- steps
 
@@ -242,6 +208,16 @@ class PendingKv:
         if not self._decoder.verify:
             self._close_sources()
         self._finish()
+        if self._dropped:
+            self._drop()
+
+    def _drop(self) -> None:
+        """It has arrived, and nobody wants it: as if it had been cancelled before."""
+        with self._checking:
+            if self._error is not None or self._result is not None:
+                return
+            self._error = self._cancelled()
+        self._stop()
 
     def _close_sources(self) -> None:
         with self._lock:
@@ -250,24 +226,23 @@ class PendingKv:
             self._decoder.ranks.closed(rank, self.request.epoch)
         self._settle(release=False)
 
-    def _unclaimed(self) -> None:
-        """The decoder closes: what has arrived and was not looked at is looked at no more."""
-        if self._done.is_set() and self._error is None:
-            self._close_sources()
-
     def _outcome(self) -> ReceivedKv:
         """Return or raise how it ended. What has arrived is looked through first, once, by a thread that wants it."""
+        verify = self._decoder.verify
         with self._checking:
-            if self._error is None and self._result is None:
-                missing = missing_of(self) if self._decoder.verify else ""
+            first = self._error is None and self._result is None
+            if first:
+                missing = missing_of(self) if verify else ""
                 if missing:
-                    self._damaged(missing)
+                    self._error = self._damage(missing)
                 else:
-                    if self._decoder.verify:
-                        self._close_sources()
                     self._result = ReceivedKv(
                         self._decoder, self._lease, self._slot, self.request, self.writes, self.nbytes
                     )
+        if first and self._error is not None:  # not above: callbacks may wait for it too
+            self._stop()
+        elif first and verify:
+            self._close_sources()
         if self._error is not None:
             raise self._error
         assert self._result is not None
@@ -287,10 +262,13 @@ class PendingKv:
         self._finish()
 
     def _damaged(self, what: str) -> None:
-        peers = ", ".join(str(rank.address) for rank in self._sources)
-        self._error = KvDamaged(f"all {self.writes} writes of {peers} were notified; {what}")
+        self._error = self._damage(what)
         self._stop()
         self._finish()
+
+    def _damage(self, what: str) -> KvDamaged:
+        peers = ", ".join(str(rank.address) for rank in self._sources)
+        return KvDamaged(f"all {self.writes} writes of {peers} were notified; {what}")
 
     def _stop(self) -> None:
         """Quarantine the pages, and ask everybody who may still write to stop."""
@@ -303,18 +281,55 @@ class PendingKv:
         for rank in still:
             self._decoder.ranks.cancel(rank, self.request.epoch)
 
-    def _ended_at(self, rank: PrefillRank, message: Ended | None) -> None:
-        """A prefill rank has nothing under way any more for this request. None: it is gone, or has lost its right."""
+    def _ended_at(self, rank: PrefillRank, message: Ended | None, gone: FabricError | None = None) -> None:
+        """A prefill rank has nothing under way any more for this request.
+
+        `message`: what it says itself; None: it is `gone`, or has lost its right to write.
+        """
         with self._lock:
             self._open.discard(rank)
-            last = not self._open
             ended = self._phase == "ended"
-        if ended and last:
-            self._settle(release=self._error is not None)
+            # Without an error it has arrived, or whoever ends it is still looking at its pages, and settles it then.
+            settles = ended and not self._open and self._error is not None
+        if settles:
+            self._settle(release=True)
         elif not ended and message is not None:
             self._fail(PrefillRefused(message.reason, peer=str(rank.address), op="prefill"))
         elif not ended:
-            self._lost(PeerLost("it is gone", peer=str(rank.address), op="prefill"))
+            self._lost(gone or PeerLost("it is gone", peer=str(rank.address), op="prefill"))
+
+    # ---- a prefill rank that does not know this decoder any more
+
+    def _greet_again(self, rank: PrefillRank) -> bool:
+        """It has nothing of the request: greet and ask it anew, once. False: that was done, or is no use."""
+        with self._lock:
+            if self._phase != "seals" or rank not in self._open or rank in self._greeted_again:
+                return False
+            self._open.discard(rank)
+        try:
+            new = self._decoder.ranks.get(rank.given)
+        except FabricError as error:
+            self._fail(error)
+            return True
+        self._greeted_again.add(new)
+        self._decoder.ranks.greeting_ends(new, max(0.0, self.deadline - time.monotonic()))
+        self._decoder.ranks.when_ready(new, lambda: self._ask_again(rank, new))
+        return True
+
+    def _ask_again(self, old: PrefillRank, new: PrefillRank) -> None:
+        try:
+            again(self._decoder, self, old, new)
+        except FabricError as error:
+            self._fail(error)
+
+    def _replaced(self, old: PrefillRank, new: PrefillRank) -> bool:
+        """From now on the new one may write, in the place of the old one. False: the request has ended meanwhile."""
+        with self._lock:
+            if self._phase != "seals":
+                return False
+            self._sources[self._sources.index(old)] = new
+            self._open.add(new)
+            return True
 
     def _lost(self, error: FabricError) -> None:
         """A prefill rank writes no more. What it has written counts: it may have left as soon as all was there."""
@@ -337,29 +352,13 @@ class PendingKv:
     def _settle(self, *, release: bool) -> None:
         if release:
             self._decoder._give(self._lease, self._slot)
-        with self._lock:
-            if self._settled.is_set():
-                return
-            self._settled.set()
-            calls, self._settled_calls = self._settled_calls, []
         self._decoder._forget(self)
-        self._call(calls)
+        self._moved.set()
+        self._tell_settled()
 
     def _finish(self) -> None:
-        with self._lock:
-            if self._done.is_set():
-                return
-            self._done.set()
-            self._moved.set()
-            calls, self._done_calls = self._done_calls, []
-        self._call(calls)
-
-    def _call(self, calls: list[Callable[[PendingKv], object]]) -> None:
-        for call in calls:
-            try:
-                call(self)
-            except Exception:
-                log.exception("a callback of request %s failed", self.request.request_id)
+        self._moved.set()
+        self._tell_done()
 
     def _free_imms(self) -> tuple[int, int]:
         try:

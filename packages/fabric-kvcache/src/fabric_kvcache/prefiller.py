@@ -19,9 +19,14 @@ Requests arrive on the engine's callback thread and are checked there; jobs belo
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from typing import Any
 
-from fabric_core import ConfigError, FabricError, TransferEngine, WaitTimeout
+import numpy as np
+
+from fabric_core import ConfigError, FabricError, StaleHandle, TransferEngine, WaitTimeout
+from fabric_kvcache import hub
+from fabric_kvcache.arguments import LONGEST_SLEEP, name, seconds
 from fabric_kvcache.cache import CacheLayout
 from fabric_kvcache.job import PrefillJob
 from fabric_kvcache.layout import KvLayout
@@ -71,34 +76,48 @@ class Prefiller(Reception):
             )
         self.layout = layout
         self.shard = Shard(as_layout(layout), tp=tp, pp=pp, pages=pages, bases=bases)
-        self.pool = PagePool(engine, self.shard, memory=memory, write=False)
-        self.tails = SlotPool(engine, max_jobs, max(1, tail_bytes), write=False, what="jobs")
-        self.seals = SlotPool(engine, _SEALS, SEAL.size, write=False, what="seals")
-        super().__init__(engine, self.shard, self.pool, tail_bytes, max_waiting, max_sessions)
+        hub.check_vacant(engine)  # before memory is allocated and registered
+        with ExitStack() as undo:
+            self.pool = PagePool(engine, self.shard, memory=memory, write=False)
+            undo.callback(self.pool.close)
+            self.tails = SlotPool(engine, max_jobs, max(1, tail_bytes), write=False, what="jobs")
+            undo.callback(self.tails.close)
+            self.seals = SlotPool(engine, _SEALS, SEAL.size, write=False, what="seals")
+            undo.callback(self.seals.close)
+            super().__init__(engine, self.shard, self.pool, tail_bytes, max_waiting, max_sessions)
+            undo.pop_all()
 
     # ---- jobs
 
     def next(self, timeout: float) -> PrefillJob:
-        """Return the next request as a job. Raises WaitTimeout if there is none within `timeout` seconds."""
+        """Return the next request as a job.
+
+        Raises WaitTimeout if there is none within `timeout` seconds (`math.inf`: for ever), StaleHandle once the
+        prefiller is closed, also while it waits.
+        """
         return self._job(None, timeout)
 
     def take(self, request_id: str, timeout: float) -> PrefillJob:
-        """Return that request as a job, for engines that schedule by themselves. Raises WaitTimeout."""
-        return self._job(request_id, timeout)
+        """Return that request as a job, for engines that schedule by themselves. Raises as `next` does."""
+        return self._job(name("request_id", request_id), timeout)
 
     def _job(self, wanted: str | None, timeout: float) -> PrefillJob:
-        end = time.monotonic() + timeout
+        end = time.monotonic() + seconds("timeout", timeout)
         while True:
             with self._changed:
-                while wanted not in self._whole if wanted is not None else not self._whole:
+                while True:
+                    if self._closed:
+                        raise StaleHandle("the prefiller is closed: it takes no requests any more")
+                    key = next((key for key in self._whole if wanted is None or key[1] == wanted), None)
+                    if key is not None:
+                        break
                     left = end - time.monotonic()
                     if left <= 0:
                         what = "no request came" if wanted is None else f"request {wanted} did not come"
                         raise WaitTimeout(f"{what} within {timeout:g} s")
-                    self._changed.wait(left)
-                name = wanted if wanted is not None else next(iter(self._whole))
-                del self._whole[name]
-                group = self._waiting.pop(name)
+                    self._changed.wait(min(left, LONGEST_SLEEP))
+                del self._whole[key]
+                group = self._waiting.pop(key)
             job = self._start(list(group.targets.values()))
             if job is not None:
                 return job
@@ -115,6 +134,17 @@ class Prefiller(Reception):
             for target in targets:
                 self._stop(target, "refused", "its decoder ranks name prompts of different lengths")
             return None
+        prompts = [target.request.tokens for target in targets if len(target.request.tokens)]
+        if any(not np.array_equal(prompt, prompts[0]) for prompt in prompts[1:]):
+            for target in targets:
+                self._stop(
+                    target,
+                    "refused",
+                    "its decoder ranks name different prompts: give each decode instance a name, "
+                    "Decoder(instance=...), and each prompt a request id of its own",
+                )
+            return None
+        targets.sort(key=lambda target: not len(target.request.tokens))  # a rank may name only the length
         try:
             lease = self.pool.lease(total) if self.pool.own else None
         except PoolExhausted as error:
@@ -134,7 +164,10 @@ class Prefiller(Reception):
             self._stop(target, "refused", f"the prefiller has no room: {error}")
 
     def close(self) -> None:
-        """Take no more requests; those that wait are refused. Jobs must have been left. Idempotent."""
+        """Take no more requests; those that wait are refused, and every decoder is told. Idempotent.
+
+        Jobs must have been left. Who waits in `next` or `take` gets StaleHandle.
+        """
         if not self._leave():
             return
         self.pool.close()

@@ -13,6 +13,8 @@ they are.
        | <--------------------- seal (WRITEIMM) -----|   raises the seal immediate: how many of those there are
        | -- Cancel --------------------------------> |   at any time, any number of times
        | <--------------------------------- Ended ---|   never before every write of the request has ended
+       | -- Goodbye -------------------------------> |   this decoder is closed: forget the session
+       | <-------------------------------- Closed ---|   this prefiller is: of the session nothing is under way any more
 
 The seal is what makes the count exact whatever the prefiller merged; `Ended` is what makes pages safe to use again.
 Messages have no order: a Cancel may overtake its Ask, which then must not be served (see sessions.py).
@@ -38,17 +40,21 @@ __all__ = [
     "VERSION",
     "Ask",
     "Cancel",
+    "Closed",
     "Ended",
+    "Goodbye",
     "Hello",
     "Message",
     "Unwelcome",
     "Welcome",
     "decode",
     "encode",
+    "greeting_of_another_version",
     "indices",
+    "unwelcome_in_version",
 ]
 
-VERSION = 2
+VERSION = 3
 _MAGIC = b"fkv"
 
 MAX_TOKENS = 1 << 22  #: of one prompt
@@ -96,6 +102,9 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     desc: _Blob  #: MrDesc of the memory with the pools
     slots: _Blob  #: MrDesc of the memory with seals and tails
     tail_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
+    instance: Annotated[
+        str, msgspec.Meta(max_length=128)
+    ]  #: the same at all ranks of a decode instance, and only there
 
     def __post_init__(self) -> None:
         if len(self.pages) != len(self.layout.groups) or len(self.bases) not in {0, len(self.pages)}:
@@ -176,7 +185,20 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     reason: _Reason
 
 
-Message = Hello | Welcome | Unwelcome | Ask | Cancel | Ended
+class Goodbye(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="goodbye"):
+    """Decoder to prefiller: this decoder is closed, its session may be forgotten."""
+
+    session: _Number
+
+
+class Closed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="closed"):
+    """Prefiller to decoder: this prefiller is closed; of the session no write is under way, and none will follow."""
+
+    session: _Number
+    reason: _Reason
+
+
+Message = Hello | Welcome | Unwelcome | Ask | Cancel | Ended | Goodbye | Closed
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
@@ -184,10 +206,10 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 def encode(message: Message) -> bytes:
     """Return the bytes of a message. Raises ProtocolError if the peer would refuse them."""
-    data = _MAGIC + bytes([VERSION]) + _encoder.encode(message)
     try:
+        data = _MAGIC + bytes([VERSION]) + _encoder.encode(message)
         decode(data)
-    except ProtocolError as error:
+    except (ProtocolError, msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"a message that no peer would take: {error}") from None
     return data
 
@@ -208,3 +230,29 @@ def decode(data: bytes) -> Message:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"a malformed control message: {error}") from None
     return message
+
+
+def greeting_of_another_version(data: bytes) -> tuple[int, int, bytes] | None:
+    """Return (version, nonce, reply_to) if these bytes are the `Hello` of another version, else None.
+
+    The head of a message, the first fields of `Hello`, and `Unwelcome` are the same in every version.
+    """
+    if not 4 < len(data) <= MAX_MESSAGE or data[:3] != _MAGIC or data[3] == VERSION:
+        return None
+    try:
+        fields = msgspec.msgpack.decode(memoryview(data)[4:])
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    match fields:
+        case ["hello", int(nonce), _, bytes(reply_to), *_] if 0 <= nonce <= _U63:
+            return data[3], nonce, reply_to
+    return None
+
+
+def unwelcome_in_version(version: int, nonce: int) -> bytes:
+    """Return the answer to the `Hello` of another version, so that it understands it."""
+    reason = (
+        f"the decoder speaks version {version} of the KV protocol, the prefiller version {VERSION}; "
+        "install the same fabric-kvcache on both"
+    )
+    return _MAGIC + bytes([version]) + _encoder.encode(Unwelcome(nonce, reason))

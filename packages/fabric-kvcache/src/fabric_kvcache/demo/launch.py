@@ -73,6 +73,7 @@ class Child:
     process: subprocess.Popen[str]
     stderr: IO[bytes]
     error: Error | None = None
+    address: str = ""  #: of its engine, once it has said so
     thread: threading.Thread = field(init=False)
 
     def read_into(self, inbox: queue.Queue[tuple[str, Event | None]]) -> None:
@@ -93,7 +94,8 @@ class Child:
         code = self.process.wait(_LAST_WORDS)
         if code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-            return DemoFailed(PEER, f"the {self.name} process (pid {self.process.pid}) was killed by {name}")
+            where = f", {self.address}" if self.address else ""
+            return DemoFailed(PEER, f"the {self.name} process (pid {self.process.pid}{where}) was killed by {name}")
         self.stderr.seek(0)
         tail = self.stderr.read().decode(errors="replace").strip()[-2000:]
         return DemoFailed(BUG, f"the {self.name} process ended with code {code} without a result:\n{tail}")
@@ -209,6 +211,7 @@ class Demo:
                 self.children[name].error = event
             elif isinstance(event, Ready):
                 self.ready[name] = event
+                self.children[name].address = event.address
             elif isinstance(event, Text):
                 self.on_text(event)
             elif keep is not None:

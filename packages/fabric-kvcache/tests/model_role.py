@@ -25,7 +25,8 @@ COUNT = 12
 
 
 def prompt(name: str) -> list[int]:
-    return np.random.default_rng(NAMES.index(name)).integers(3, tiny_models.VOCABULARY, TOKENS).tolist()
+    random = np.random.default_rng(NAMES.index(name))
+    return [int(token) for token in random.integers(3, tiny_models.VOCABULARY, TOKENS)]
 
 
 def prefill() -> None:

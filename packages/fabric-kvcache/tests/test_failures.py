@@ -27,7 +27,7 @@ from fabric_kvcache.protocol import Ask, Hello
 from fabric_kvcache.request import asks
 
 if TYPE_CHECKING:
-    from conftest import Peers
+    from peer_process import Peers
 
 DECODER = Path(__file__).parent / "decoder_peer.py"
 SLACK = 30.0  # seconds: how late a busy machine may be

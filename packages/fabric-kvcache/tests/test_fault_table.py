@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import prefill_peer as peer
 import pytest
-from conftest import PEER
+from peer_process import PEER
 from test_transfer import LAYOUT, check, prompt
 
 from fabric_core import DeadlineExceeded, PeerLost, TransferEngine
 from fabric_kvcache import Decoder, KvDamaged, PrefillRefused
 
 if TYPE_CHECKING:
-    from conftest import Peers
+    from peer_process import Peers
 
 REASONS = (PrefillRefused, DeadlineExceeded, PeerLost, KvDamaged)
 PAGES = 16  # two requests of 60 tokens

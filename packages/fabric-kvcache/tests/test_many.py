@@ -14,7 +14,7 @@ from fabric_core import Cancelled, PeerLost, TransferEngine
 from fabric_kvcache import Decoder, KvLayout
 
 if TYPE_CHECKING:
-    from conftest import Peers
+    from peer_process import Peers
 
 COUNT, CANCELLED, SERVED = 20_000, 300, 300
 MANY = Path(__file__).parent / "many_peer.py"

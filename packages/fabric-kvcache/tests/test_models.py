@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Peer
+from peer_process import Peer
 from tiny_models import NAMES
 
 ROLE = Path(__file__).parent / "model_role.py"

@@ -16,7 +16,7 @@ from fabric_core import BadRange, Cancelled, DeadlineExceeded, NetAddr, PeerLost
 from fabric_kvcache import Decoder, KvDamaged, KvLayout, PoolExhausted, Prefiller, PrefillRefused, ReceivedKv
 
 if TYPE_CHECKING:
-    import conftest
+    import peer_process
 
 LAYOUT = peer.LAYOUT
 
@@ -52,7 +52,7 @@ def check(kv: ReceivedKv, layout: KvLayout, ids: Sequence[int]) -> None:
     ("dtype", "tokens", "chunk", "nics"), [("float32", 61, 0, 1), ("float32", 64, 17, 3), ("bfloat16", 61, 16, 2)]
 )
 def test_every_byte_arrives_from_another_process(
-    peers: conftest.Peers, dtype: str, tokens: int, chunk: int, nics: int
+    peers: peer_process.Peers, dtype: str, tokens: int, chunk: int, nics: int
 ) -> None:
     """C4, C5: one immediate a page and one for the tail, over any number of NICs, in chunks or at once."""
     layout, ids = of(dtype), prompt(tokens)
@@ -70,7 +70,7 @@ def test_every_byte_arrives_from_another_process(
         assert decoder.pool.quarantined == 0
 
 
-def test_many_requests_share_the_pool_and_are_not_mixed_up(peers: conftest.Peers, engine: TransferEngine) -> None:
+def test_many_requests_share_the_pool_and_are_not_mixed_up(peers: peer_process.Peers, engine: TransferEngine) -> None:
     prefillers = [peers(), peers(chunk=17, nics=3)]
     prompts = [prompt(5 + 3 * k, seed=k) for k in range(12)]
     with decoding(engine, pages=32) as decoder:
@@ -82,7 +82,7 @@ def test_many_requests_share_the_pool_and_are_not_mixed_up(peers: conftest.Peers
         assert decoder.pool.free == 32
 
 
-def test_a_transfer_can_be_awaited(peers: conftest.Peers, engine: TransferEngine) -> None:
+def test_a_transfer_can_be_awaited(peers: peer_process.Peers, engine: TransferEngine) -> None:
     prefiller, prompts = peers(), [prompt(20, seed=k) for k in range(3)]
 
     async def both(decoder: Decoder) -> None:
@@ -95,7 +95,9 @@ def test_a_transfer_can_be_awaited(peers: conftest.Peers, engine: TransferEngine
         asyncio.run(both(decoder))
 
 
-def test_a_page_that_is_withheld_is_named_when_the_time_is_up(peers: conftest.Peers, engine: TransferEngine) -> None:
+def test_a_page_that_is_withheld_is_named_when_the_time_is_up(
+    peers: peer_process.Peers, engine: TransferEngine
+) -> None:
     """C3: the decoder does not start. The prefiller confirms that it has stopped, and the pages come back."""
     prefiller = peers()
     with decoding(engine) as decoder:
@@ -117,7 +119,9 @@ def test_a_page_that_is_withheld_is_named_when_the_time_is_up(peers: conftest.Pe
             pending.wait()  # and so it stays
 
 
-def test_a_prefiller_that_is_killed_in_the_middle_is_a_lost_peer(peers: conftest.Peers, engine: TransferEngine) -> None:
+def test_a_prefiller_that_is_killed_in_the_middle_is_a_lost_peer(
+    peers: peer_process.Peers, engine: TransferEngine
+) -> None:
     """C11: found at once, not at the deadline, and named. Its right to write is revoked, and the pages come back."""
     prefiller = peers(shared=False)
     with decoding(engine) as decoder:
@@ -142,7 +146,7 @@ def test_a_prefiller_that_is_not_there_is_a_lost_peer(engine: TransferEngine) ->
 
 
 def test_a_refusal_ends_the_request_at_once_and_gives_the_pages_back(
-    peers: conftest.Peers, engine: TransferEngine
+    peers: peer_process.Peers, engine: TransferEngine
 ) -> None:
     """The prefiller's model fails after two layers; it refuses when its writes have ended, so the pages are clean."""
     prefiller = peers()
@@ -168,7 +172,7 @@ def test_a_refusal_ends_the_request_at_once_and_gives_the_pages_back(
     ids=["heads", "layers", "dtype", "tail", "room"],
 )
 def test_sides_that_do_not_fit_each_other_are_told_so(
-    peers: conftest.Peers, engine: TransferEngine, layout: KvLayout, tail_bytes: int, tokens: int, said: str
+    peers: peer_process.Peers, engine: TransferEngine, layout: KvLayout, tail_bytes: int, tokens: int, said: str
 ) -> None:
     with (
         Decoder(engine, layout, pages=257, tail_bytes=tail_bytes) as decoder,
@@ -177,7 +181,7 @@ def test_sides_that_do_not_fit_each_other_are_told_so(
         decoder.submit(peers().address, prompt(tokens), timeout=60).wait()
 
 
-def test_a_right_number_of_wrong_writes_is_found(peers: conftest.Peers, engine: TransferEngine) -> None:
+def test_a_right_number_of_wrong_writes_is_found(peers: peer_process.Peers, engine: TransferEngine) -> None:
     """Counting alone would let the decoder start with a page that was never written."""
     prefiller = peers()
     with decoding(engine) as decoder:
@@ -189,7 +193,7 @@ def test_a_right_number_of_wrong_writes_is_found(peers: conftest.Peers, engine: 
         assert decoder.pool.free == 24
 
 
-def test_a_prefiller_of_other_page_size_is_no_obstacle(peers: conftest.Peers, engine: TransferEngine) -> None:
+def test_a_prefiller_of_other_page_size_is_no_obstacle(peers: peer_process.Peers, engine: TransferEngine) -> None:
     layout, ids = KvLayout(LAYOUT.layers, LAYOUT.kv_heads, LAYOUT.head_dim, 5), prompt(61)
     with (
         decoding(engine, layout) as decoder,
@@ -198,7 +202,7 @@ def test_a_prefiller_of_other_page_size_is_no_obstacle(peers: conftest.Peers, en
         check(kv, layout, ids)
 
 
-def test_cancelling_is_confirmed_and_gives_the_pages_back(peers: conftest.Peers, engine: TransferEngine) -> None:
+def test_cancelling_is_confirmed_and_gives_the_pages_back(peers: peer_process.Peers, engine: TransferEngine) -> None:
     """The prefiller's own thread never comes back to the job: its callback thread confirms all the same."""
     prefiller = peers()
     with decoding(engine) as decoder:
@@ -222,7 +226,7 @@ def test_cancelling_is_confirmed_and_gives_the_pages_back(peers: conftest.Peers,
             check(kv, LAYOUT, ids)
 
 
-def test_closing_a_decoder_ends_what_is_pending(peers: conftest.Peers, engine: TransferEngine) -> None:
+def test_closing_a_decoder_ends_what_is_pending(peers: peer_process.Peers, engine: TransferEngine) -> None:
     prefiller = peers()
     with decoding(engine) as decoder:
         pending = decoder.submit(prefiller.address, prompt(60, mode="stop"), timeout=60)
@@ -273,7 +277,7 @@ def test_a_request_that_makes_no_sense_costs_no_page(engine: TransferEngine) -> 
             decoder.submit("local:nobody", 25 * 8)
 
 
-def test_what_was_released_cannot_be_read(peers: conftest.Peers, engine: TransferEngine) -> None:
+def test_what_was_released_cannot_be_read(peers: peer_process.Peers, engine: TransferEngine) -> None:
     with decoding(engine) as decoder:
         kv = decoder.submit(peers().address, prompt(9), timeout=60).wait()
         kv.release()

@@ -215,7 +215,7 @@ static void post_alone(side *s, uint32_t batch) {
             if (fe_post(d, p->id, wr + k, batch) != (int)batch) die("a post", k);
         double took = now() - begin;
         while (nposted) fe_cq_drain(d);
-        while (fe_wc_take(d, wc, POSTS)) {
+        while (fab_wc_take(&d->wcq, wc, POSTS)) {
         }
         printf("%.1f\n", took / POSTS * 1e9);
     }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fabric_core import ConfigError
+from fabric_core import BadRange, ConfigError
 from fabric_moe.dtypes import bits_of, check_float
 
 __all__ = ["MoeConfig"]
@@ -133,6 +134,13 @@ class MoeConfig:
         """Return the numbers of the experts that a rank holds."""
         bounds = self.expert_bounds
         return range(int(bounds[rank]), int(bounds[rank + 1]))
+
+    def members_with(self, rank: int, members: Iterable[int]) -> tuple[int, ...]:
+        """Return the ranks of a generation in order, each once. Raises BadRange without `rank`, or beyond the group."""
+        each = tuple(sorted(set(members)))
+        if rank not in each or not 0 <= each[0] <= each[-1] < self.ranks:
+            raise BadRange(f"members={each}: they must hold rank {rank}, and lie below {self.ranks}")
+        return each
 
     # ---- memory
 

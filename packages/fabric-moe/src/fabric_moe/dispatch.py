@@ -21,7 +21,7 @@ from fabric_moe.generation import COUNTS, CREDIT, ROWS, Generation, Write
 from fabric_moe.layout import HEAD, MAGIC
 from fabric_moe.received import Received
 from fabric_moe.routing import Places, Span, route
-from fabric_moe.step import DONE, RECEIVED, SENT, Step
+from fabric_moe.step import RECEIVED, SENT, Step
 
 if TYPE_CHECKING:
     from fabric_moe.group import MoeGroup
@@ -37,14 +37,7 @@ def send(group: MoeGroup, x: Any, ids: Any, weights: Any, scales: Any, live: int
     extra = group.token_rows(scales, "scales", config.scale_bytes, plan.tokens)[0] if config.scale_bytes else None
     if scales is not None and extra is None:
         raise StepError("scales were given, but the group was made with scale_bytes=0")
-    number = group.next_step
-    slot = number % config.depth
-    former = group.steps[slot]
-    if former is not None and former.state != DONE:
-        raise StepError(
-            f"step {number} needs the memory of step {former.number}, which is not over ({former.state}): call its "
-            f"remaining halves first, or open the group with a depth above {config.depth}"
-        )
+    number, slot = group.free_slot()
     faults.settle(group, slot)
     step = Step(number, slot, gen, plan, torch)
     group.steps[slot] = step

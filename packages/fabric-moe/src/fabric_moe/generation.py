@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fabric_core import BadRange, FabricError, MrDesc, ProtocolError, QueueFull, ScatterDst, Transfer, TransferEngine
+from fabric_core import FabricError, MrDesc, ProtocolError, QueueFull, ScatterDst, Transfer, TransferEngine
 from fabric_moe.config import MoeConfig
 from fabric_moe.layout import Inbound, Layout, Outbound
 from fabric_moe.meet import Card
@@ -43,9 +43,7 @@ class Generation:
         self.config = config
         self.rank = rank
         self.number = number
-        self.members = tuple(sorted(set(members)))
-        if rank not in self.members or not 0 <= self.members[0] <= self.members[-1] < config.ranks:
-            raise BadRange(f"members={self.members}: they must hold rank {rank}, and lie below {config.ranks}")
+        self.members = config.members_with(rank, members)
         self.alive = np.zeros(config.ranks, np.bool_)
         self.alive[list(self.members)] = True
         self.layout = Layout.of(config)

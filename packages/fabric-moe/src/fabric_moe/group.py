@@ -15,7 +15,7 @@ from fabric_moe.errors import StepError
 from fabric_moe.faults import Notes
 from fabric_moe.generation import Generation
 from fabric_moe.meet import Board
-from fabric_moe.step import RETURNED, SENT
+from fabric_moe.step import DONE, RETURNED, SENT
 from fabric_moe.window import Window
 
 if TYPE_CHECKING:
@@ -289,6 +289,17 @@ class MoeGroup:
         return f"<MoeGroup {self._job} rank {self.rank} of {self.config.ranks}, generation {self.generation.number}>"
 
     # ---- for the halves
+
+    def free_slot(self) -> tuple[int, int]:
+        """Return the next step's number, and which memory it gets. Raises StepError while a step is not over there."""
+        number, depth = self.next_step, self.config.depth
+        former = self.steps[number % depth]
+        if former is not None and former.state != DONE:
+            raise StepError(
+                f"step {number} needs the memory of step {former.number}, which is not over ({former.state}): call its "
+                f"remaining halves first, or open the group with a depth above {depth}"
+            )
+        return number, number % depth
 
     def token_rows(self, x: Any, what: str, size: int, tokens: int) -> tuple[Bytes, bool]:
         """Return the first `tokens` rows of what the caller gave, as bytes, and whether it was a torch tensor."""

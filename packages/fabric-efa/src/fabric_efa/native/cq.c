@@ -7,7 +7,7 @@
 
 static void imm(fe_dom *d, uint64_t data) {
     d->imms++;
-    fe_wc_push(d, &(fab_wc){.kind = FAB_WC_IMM, .imm = (uint32_t)data, .count = 1, .peer = FAB_PEER_NONE});
+    fab_wc_push(&d->wcq, &(fab_wc){.kind = FAB_WC_IMM, .imm = (uint32_t)data, .count = 1, .peer = FAB_PEER_NONE});
 }
 
 /* A receive that the provider gave back: with a datagram, or consumed by an immediate (FI_RX_CQ_DATA). */

@@ -1,8 +1,6 @@
 /* Opening and closing a domain, its table of functions, and how it sleeps. */
 #include "efa_int.h"
 
-#include "fabric/engine.h"
-
 #include <poll.h>
 #include <stdio.h>
 #include <sys/epoll.h>
@@ -60,8 +58,8 @@ static int op_poll(void *ctx, fab_wc *wc, uint32_t cap, uint64_t now) {
     }
     if (pthread_mutex_trylock(&d->mu)) return 0; /* a registration is under way: nothing blocks the worker (C8) */
     if (d->loud) hush(d);
-    if (d->wc_tail - d->wc_head < cap) fe_progress(d, now);
-    uint32_t n = fe_wc_take(d, wc, cap);
+    if (fab_wc_ready(&d->wcq) < cap) fe_progress(d, now);
+    uint32_t n = fab_wc_take(&d->wcq, wc, cap);
     pthread_mutex_unlock(&d->mu);
     return (int)n;
 }
@@ -136,7 +134,7 @@ static bool arm_or_ready(fe_dom *d) {
     bool soon = !fe_list_empty(&d->stuck) || !fe_list_empty(&d->busy) || d->retrying; /* the provider may have room */
     if (soon && now + FE_RETRY_NS < due) due = now + FE_RETRY_NS;
     bool match = !fe_list_empty(&d->held) && d->recv_head != d->recv_tail;
-    if (d->wc_head != d->wc_tail || !fe_list_empty(&d->inbox) || match || d->failing) return true;
+    if (fab_wc_ready(&d->wcq) || !fe_list_empty(&d->inbox) || match || d->failing) return true;
     if (!d->blind && fi_trywait(d->fabric, fids, 1) != 0) return true;
     listen_or_not(d);
     if (d->deaf && now + d->look_ns < due) due = now + d->look_ns;
@@ -213,7 +211,7 @@ static void free_all(fe_dom *d) {
     if (d->fabric) fi_close(&d->fabric->fid);
     if (d->info) fe_fi.freeinfo(d->info);
     pthread_mutex_destroy(&d->mu);
-    free(d->wcq);
+    free(d->wcq.wc);
     free(d);
 }
 
@@ -323,11 +321,7 @@ static int open_all(fe_dom *d, const fab_efa_cfg *cfg, char *err, uint32_t cap) 
     return rc;
 }
 
-const void *fab_efa_contact_of(uintptr_t table) {
-    const fab_native_table *t = (const fab_native_table *)table;
-    size_t end = offsetof(fab_native_table, contact_api) + sizeof t->contact_api;
-    return t && t->version == 1 && t->struct_size >= end && t->contact_api ? t->contact_api() : NULL;
-}
+const void *fab_efa_contact_of(uintptr_t table) { return fab_contact_of(table); }
 
 int fab_efa_open(const fab_efa_cfg *cfg, void **domain, char *err, uint32_t cap) {
     const fab_contact_api *capi = cfg->contact;

@@ -13,6 +13,7 @@
 #    define _GNU_SOURCE
 #endif
 #include "cdef_efa.h"
+#include "fabric/backend.h"
 #include "fabric/contact.h"
 #include "fabric/domain.h"
 
@@ -286,8 +287,7 @@ typedef struct fe_dom {
     uint64_t events, seen; /* completions so far, and at the last arm */
     uint64_t imms, last_imm, rest_until; /* immediates that came, the time of the last, and when to look again */
 
-    fab_wc *wcq; /* a ring: what poll hands out next */
-    uint32_t wc_head, wc_tail, wc_cap;
+    fab_wc_ring wcq; /* what poll hands out next */
 
     fe_pool small, big, rx;
     fe_node inbox; /* received, not yet looked at: never inside a callback of the contact */
@@ -374,9 +374,6 @@ void fe_chan_drop(fe_dom *d, fe_chan *c, fe_node *lost);
 fe_dest *fe_dest_get(fe_dom *d, const void *name, uint32_t len);
 void fe_dest_free_all(fe_dom *d);
 int fe_tell(fe_dom *d, fe_chan *c, const fe_hdr *h, const void *more, uint32_t len);
-/* wc.c */
-void fe_wc_push(fe_dom *d, const fab_wc *wc);
-uint32_t fe_wc_take(fe_dom *d, fab_wc *out, uint32_t cap);
 /* link.c */
 int fe_contact_start(fe_dom *d, const fab_efa_cfg *cfg);
 int fe_peer_open(void *ctx, const char *addr, size_t len, uint32_t *peer);

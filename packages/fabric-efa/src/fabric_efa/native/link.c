@@ -59,7 +59,7 @@ static void cb_up(void *ctx, uint32_t out, const void *body, uint32_t len) {
     p->theirs = h.session;
     p->their_link = h.link;
     p->state = FE_UP;
-    fe_wc_push(d, &(fab_wc){.kind = FAB_WC_PEER_UP, .peer = p->id, .count = 1});
+    fab_wc_push(&d->wcq, &(fab_wc){.kind = FAB_WC_PEER_UP, .peer = p->id, .count = 1});
 }
 
 static void cb_down(void *ctx, uint32_t out, int32_t status) {
@@ -135,7 +135,7 @@ void fe_peer_lose(fe_peer *p, int32_t status) {
     }
     end_ops(p, status);
     if (!p->closing)
-        fe_wc_push(p->dom, &(fab_wc){.kind = FAB_WC_PEER_DOWN, .status = status, .peer = p->id, .count = 1});
+        fab_wc_push(&p->dom->wcq, &(fab_wc){.kind = FAB_WC_PEER_DOWN, .status = status, .peer = p->id, .count = 1});
 }
 
 /* Its memory outlives its endpoint for a while: a provider may still name it. */
@@ -183,7 +183,7 @@ int fe_peer_close(void *ctx, uint32_t id) {
     }
     if (!p->used) bury(p);
     else d->retrying++; /* looked at until its last request has ended */
-    if (d->wc_head != d->wc_tail) fe_wake(d);
+    if (fab_wc_ready(&d->wcq)) fe_wake(d);
     pthread_mutex_unlock(&d->mu);
     return 0;
 }

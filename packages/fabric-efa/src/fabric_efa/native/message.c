@@ -82,11 +82,13 @@ static int32_t give(fe_dom *d, const uint8_t *data, uint32_t len) {
         fe_recv *r = &d->recvs[k & (FE_RECVS - 1)];
         if (r->len < len) continue;
         if (len) memcpy((void *)(uintptr_t)r->addr, data, len);
-        fe_wc_push(d, &(fab_wc){.kind = FAB_WC_RECV, .id = r->id, .len = len, .count = 1, .peer = FAB_PEER_NONE});
+        fab_wc_push(&d->wcq,
+                    &(fab_wc){.kind = FAB_WC_RECV, .id = r->id, .len = len, .count = 1, .peer = FAB_PEER_NONE});
         *r = d->recvs[d->recv_head++ & (FE_RECVS - 1)];
         return 0;
     }
-    fe_wc_push(d, &(fab_wc){.kind = FAB_WC_FAULT, .status = -EMSGSIZE, .len = len, .count = 1, .peer = FAB_PEER_NONE});
+    fab_wc_push(&d->wcq,
+                &(fab_wc){.kind = FAB_WC_FAULT, .status = -EMSGSIZE, .len = len, .count = 1, .peer = FAB_PEER_NONE});
     return -EMSGSIZE;
 }
 

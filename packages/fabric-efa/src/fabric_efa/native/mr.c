@@ -213,7 +213,7 @@ int fe_mr_dereg(void *ctx, uint64_t local_key) {
     if (!d->mr_unlocked) fi_close(&fid->fid);
     m->next_free = d->free_mr;
     d->free_mr = i;
-    if (d->wc_head != d->wc_tail) fe_wake(d);
+    if (fab_wc_ready(&d->wcq)) fe_wake(d);
     pthread_mutex_unlock(&d->mu);
     if (d->mr_unlocked) fi_close(&fid->fid);
     return 0;

@@ -39,7 +39,8 @@ static void op_free(fe_op *op) {
 
 void fe_op_end(fe_op *op, int32_t status) {
     fe_peer *p = op->peer;
-    fe_wc_push(p->dom, &(fab_wc){.kind = FAB_WC_OP, .id = op->wr.id, .status = status, .peer = p->id, .count = 1});
+    fab_wc_push(&p->dom->wcq,
+                &(fab_wc){.kind = FAB_WC_OP, .id = op->wr.id, .status = status, .peer = p->id, .count = 1});
     if (op->state != FE_OP_FLYING) fe_list_del(&op->node);
     op_free(op);
 }
@@ -232,7 +233,7 @@ int fe_cancel(void *ctx, uint64_t id) {
             else if (op->state != FE_OP_FLYING) fe_op_end(op, -ECANCELED);
         }
     }
-    if (d->wc_head != d->wc_tail) fe_wake(d);
+    if (fab_wc_ready(&d->wcq)) fe_wake(d);
     pthread_mutex_unlock(&d->mu);
     return 0;
 }

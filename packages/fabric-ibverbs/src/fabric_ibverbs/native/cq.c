@@ -23,7 +23,7 @@ static void imm_cq(fv_dom *d, const struct ibv_wc *w) {
         if (l) fv_credit_came(l, imm);
         return;
     }
-    fv_wc_push(d, &(fab_wc){.kind = FAB_WC_IMM, .imm = imm, .count = 1, .peer = FAB_PEER_NONE});
+    fab_wc_push(&d->wcq, &(fab_wc){.kind = FAB_WC_IMM, .imm = imm, .count = 1, .peer = FAB_PEER_NONE});
     if (!l || l->state == FV_CUT) return;
     fv_credit_in(l);
     d->capi->heard_in(d->contact, l->id, d->now);
@@ -75,7 +75,7 @@ static uint32_t drain(fv_dom *d, struct ibv_cq *cq, void (*one)(fv_dom *, const 
     struct ibv_wc w[BATCH];
     uint32_t total = 0;
     int n = BATCH;
-    while (n == BATCH && d->wc_tail - d->wc_head < cap && total < 8 * BATCH) {
+    while (n == BATCH && fab_wc_ready(&d->wcq) < cap && total < 8 * BATCH) {
         n = ibv_poll_cq(cq, BATCH, w);
         if (n < 0) {
             d->broken = true;

@@ -1,8 +1,6 @@
 /* Opening and closing a domain, its table of functions, and how it sleeps. */
 #include "verbs_int.h"
 
-#include "fabric/engine.h"
-
 #include <fcntl.h>
 #include <stdio.h>
 #include <sys/epoll.h>
@@ -47,9 +45,9 @@ static int op_poll(void *ctx, fab_wc *wc, uint32_t cap, uint64_t now) {
         take_cq_events(d);
         d->events_due = 0;
     }
-    if (d->wc_tail - d->wc_head < cap) fv_progress(d, now, cap);
-    if (d->broken && d->wc_head == d->wc_tail) return -ENODEV;
-    return (int)fv_wc_take(d, wc, cap);
+    if (fab_wc_ready(&d->wcq) < cap) fv_progress(d, now, cap);
+    if (d->broken && !fab_wc_ready(&d->wcq)) return -ENODEV;
+    return (int)fab_wc_take(&d->wcq, wc, cap);
 }
 
 static int op_counters(void *ctx, fab_counter *out, uint32_t cap) {
@@ -103,8 +101,8 @@ static int op_arm(void *ctx, int on) {
     d->now = fv_clock();
     uint64_t due = d->contact_due;
     if ((!fv_list_empty(&d->grave) || d->ncut) && d->now + FV_GRAVE_NS < due) due = d->now + FV_GRAVE_NS;
-    if (fv_cqs_drain(d, UINT32_MAX) || d->wc_head != d->wc_tail || !fv_list_empty(&d->busy) ||
-        d->contact_due <= d->now || atomic_load_explicit(&d->dests_done, memory_order_relaxed) || d->broken)
+    if (fv_cqs_drain(d, UINT32_MAX) || fab_wc_ready(&d->wcq) || !fv_list_empty(&d->busy) || d->contact_due <= d->now ||
+        atomic_load_explicit(&d->dests_done, memory_order_relaxed) || d->broken)
         return 1;
     set_timer(d, due);
     return 0;
@@ -161,7 +159,7 @@ static void free_all(fv_dom *d) {
     pthread_mutex_destroy(&d->dest_mu);
     pthread_cond_destroy(&d->dest_cond);
     free((char *)(uintptr_t)d->cfg.device);
-    free(d->wcq);
+    free(d->wcq.wc);
     free(d);
 }
 
@@ -263,11 +261,7 @@ static int open_port(fv_dom *d, const char **what) {
     return fv_gid_open(d);
 }
 
-const void *fab_verbs_contact_of(uintptr_t table) {
-    const fab_native_table *t = (const fab_native_table *)table;
-    size_t end = offsetof(fab_native_table, contact_api) + sizeof t->contact_api;
-    return t && t->version == 1 && t->struct_size >= end && t->contact_api ? t->contact_api() : NULL;
-}
+const void *fab_verbs_contact_of(uintptr_t table) { return fab_contact_of(table); }
 
 int fab_verbs_open(const fab_verbs_cfg *cfg, void **domain, char *err, uint32_t cap) {
     const fab_contact_api *capi = cfg->contact;

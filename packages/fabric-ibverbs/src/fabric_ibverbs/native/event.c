@@ -6,10 +6,11 @@
 static void port_down(fv_dom *d) {
     if (d->down) return;
     d->down = true;
-    fv_wc_push(d, &(fab_wc){.kind = FAB_WC_NIC_DOWN, .status = -ENETDOWN, .count = 1, .peer = FAB_PEER_NONE});
+    fab_wc_push(&d->wcq, &(fab_wc){.kind = FAB_WC_NIC_DOWN, .status = -ENETDOWN, .count = 1, .peer = FAB_PEER_NONE});
     for (; d->recv_head != d->recv_tail; d->recv_head++) {
         uint64_t id = d->recvs[d->recv_head & (FV_RECVS - 1)].id;
-        fv_wc_push(d, &(fab_wc){.kind = FAB_WC_RECV, .id = id, .status = -ENETDOWN, .count = 1, .peer = FAB_PEER_NONE});
+        fab_wc_push(&d->wcq,
+                    &(fab_wc){.kind = FAB_WC_RECV, .id = id, .status = -ENETDOWN, .count = 1, .peer = FAB_PEER_NONE});
     }
 }
 
@@ -28,7 +29,7 @@ static void port_look(fv_dom *d) {
     if (!up || !d->down) return;
     d->port = p;
     d->down = false;
-    fv_wc_push(d, &(fab_wc){.kind = FAB_WC_NIC_UP, .count = 1, .peer = FAB_PEER_NONE});
+    fab_wc_push(&d->wcq, &(fab_wc){.kind = FAB_WC_NIC_UP, .count = 1, .peer = FAB_PEER_NONE});
 }
 
 static void queue_pair(fv_dom *d, const struct ibv_async_event *e) {

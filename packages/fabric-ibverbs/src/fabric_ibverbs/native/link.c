@@ -142,7 +142,7 @@ static void cb_up(void *ctx, uint32_t out, const void *body, uint32_t len) {
     l->imm_limit = l->theirs.window;
     l->psn = l->w->psn;
     l->state = FV_UP;
-    fv_wc_push(d, &(fab_wc){.kind = FAB_WC_PEER_UP, .peer = l->id, .count = 1});
+    fab_wc_push(&d->wcq, &(fab_wc){.kind = FAB_WC_PEER_UP, .peer = l->id, .count = 1});
 }
 
 static void cb_down(void *ctx, uint32_t out, int32_t status) {
@@ -195,9 +195,11 @@ static void lose_out(fv_link *l) {
     fv_sends_end(l, status);
     d->scq_used -= l->nredo;
     for (uint32_t i = 0; i < l->nredo; i++)
-        fv_wc_push(d, &(fab_wc){.kind = FAB_WC_OP, .id = l->redo[i].id, .status = status, .peer = l->id, .count = 1});
+        fab_wc_push(&d->wcq,
+                    &(fab_wc){.kind = FAB_WC_OP, .id = l->redo[i].id, .status = status, .peer = l->id, .count = 1});
     l->nredo = 0;
-    if (!l->closing) fv_wc_push(d, &(fab_wc){.kind = FAB_WC_PEER_DOWN, .status = status, .peer = l->id, .count = 1});
+    if (!l->closing)
+        fab_wc_push(&d->wcq, &(fab_wc){.kind = FAB_WC_PEER_DOWN, .status = status, .peer = l->id, .count = 1});
 }
 
 /* Writes in flight end when their completions come out, which the error state sees to (C7). */

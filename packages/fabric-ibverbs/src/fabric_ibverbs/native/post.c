@@ -162,7 +162,7 @@ static fv_link *link_of(fv_dom *d, uint64_t wr_id) {
 void fv_write_end(fv_link *l, const fab_wr *w, int32_t status) {
     l->dom->scq_used--;
     if (status && l->closing) status = -ECANCELED;
-    fv_wc_push(l->dom, &(fab_wc){.kind = FAB_WC_OP, .id = w->id, .status = status, .peer = l->id, .count = 1});
+    fab_wc_push(&l->dom->wcq, &(fab_wc){.kind = FAB_WC_OP, .id = w->id, .status = status, .peer = l->id, .count = 1});
 }
 
 static fab_wr *at(fv_link *l, uint32_t seq) { return &l->ring[seq & (l->dom->cfg.depth - 1)]; }
@@ -236,6 +236,6 @@ int fv_cancel(void *ctx, uint64_t id) {
         }
         l->nredo = k;
     }
-    if (d->wc_head != d->wc_tail) fv_wake(d);
+    if (fab_wc_ready(&d->wcq)) fv_wake(d);
     return 0;
 }

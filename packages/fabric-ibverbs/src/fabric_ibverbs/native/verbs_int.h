@@ -19,6 +19,7 @@
 #    define _GNU_SOURCE
 #endif
 #include "cdef_verbs.h"
+#include "fabric/backend.h"
 #include "fabric/contact.h"
 #include "fabric/domain.h"
 
@@ -341,8 +342,7 @@ typedef struct fv_dom {
     int ep_fd, wake_fd, timer_fd;
     bool armed;
 
-    fab_wc *wcq; /* a ring: what poll hands out next */
-    uint32_t wc_head, wc_tail, wc_cap;
+    fab_wc_ring wcq; /* what poll hands out next */
 
     fv_node dests[256];
     uint32_t ndests;
@@ -482,9 +482,6 @@ void fv_mrs_free(fv_dom *d);
 #define FV_KEY_DEVICE (1ull << 63) /* in a local key: memory that the CPU cannot read, never inline */
 /* gpu.c */
 struct ibv_mr *fv_reg_gpu(fv_dom *d, const fab_mr *mr, int access);
-/* wc.c */
-void fv_wc_push(fv_dom *d, const fab_wc *wc);
-uint32_t fv_wc_take(fv_dom *d, fab_wc *out, uint32_t cap);
 /* domain.c */
 void fv_wake(fv_dom *d);
 

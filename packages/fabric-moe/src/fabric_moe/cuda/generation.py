@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fabric_core import BackendError, BadRange, ConfigError, FabricError, ProtocolError, TransferEngine
+from fabric_core import BackendError, ConfigError, FabricError, ProtocolError, TransferEngine
 from fabric_moe.config import MoeConfig
 from fabric_moe.cuda import compile as nvrtc
 from fabric_moe.cuda.driver import Kernel, device
@@ -108,9 +108,7 @@ class GpuGeneration:
         self.config = config
         self.rank = rank
         self.number = number
-        self.members = tuple(sorted(set(members)))
-        if rank not in self.members or not 0 <= self.members[0] <= self.members[-1] < config.ranks:
-            raise BadRange(f"members={self.members}: they must hold rank {rank}, and lie below {config.ranks}")
+        self.members = config.members_with(rank, members)
         self.layout = GpuLayout.of(config)
         self.device = device(ordinal(where))
         self.addresses: dict[int, str] = {}

@@ -206,14 +206,7 @@ def dispatch_send(group: MoeGroup, x: Any, ids: Any, weights: Any, scales: Any, 
         if live.numel() != 1 or live.dtype != torch.int32:
             raise BadRange(f"live is {live.dtype} of shape {tuple(live.shape)}: one int32 is wanted")
     ids = ids.contiguous()
-    number = group.next_step
-    slot = number % config.depth
-    former = group.steps[slot]
-    if former is not None and former.state != DONE:
-        raise StepError(
-            f"step {number} needs the memory of step {former.number}, which is not over ({former.state}): call its "
-            f"remaining halves first, or open the group with a depth above {config.depth}"
-        )
+    number, slot = group.free_slot()
     each = _each(gen, tokens)
     arguments = _Send(
         gen.common(slot), x.data_ptr(), scales.data_ptr() if config.scale_bytes else 0, ids.data_ptr(),

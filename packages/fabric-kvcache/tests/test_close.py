@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -334,3 +336,17 @@ def test_a_request_that_ends_while_it_greets_again_gives_its_pages_back() -> Non
             pending.wait()
         assert pending.wait_settled(LIMIT)
         assert (pair.decoder.pool.free, pair.decoder.in_flight) == (16, 0)
+
+
+# ---- of an engine before what is on it
+
+
+def test_an_engine_closed_first_and_dropped_is_freed() -> None:
+    """Whoever forgets to close a decoder and a prefiller, but closes the engine, gets its memory back."""
+    engine = TransferEngine.open("cpu", "local")
+    dropped = [weakref.ref(engine)]
+    made = [Prefiller(engine, LAYOUT, pages=4), Decoder(engine, LAYOUT, pages=4)]
+    dropped += map(weakref.ref, made)
+    engine.close()
+    del engine, made
+    until(lambda: gc.collect() >= 0 and not any(ref() for ref in dropped))

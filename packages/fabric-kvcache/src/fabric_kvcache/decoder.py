@@ -128,7 +128,7 @@ class Decoder:
             undo.callback(self.slots.close)
             self.ranks = Ranks(self)
             self._hear = self.ranks.hear
-            hub.join(engine, self._hear)
+            self._hub = hub.join(engine, self._hear)  # held: see hub.py
             undo.pop_all()
 
     # ---- asking

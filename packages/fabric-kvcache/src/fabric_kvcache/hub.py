@@ -102,23 +102,34 @@ class Hub:
 
 
 _lock = threading.Lock()  # guards the one below, and who listens
-_hubs: weakref.WeakKeyDictionary[TransferEngine, Hub] = weakref.WeakKeyDictionary()
+# A hub refers to its engine, so to hold it here would keep both for ever: those who have joined hold it.
+_hubs: weakref.WeakKeyDictionary[TransferEngine, weakref.ref[Hub]] = weakref.WeakKeyDictionary()
+
+
+def _hub_of(engine: TransferEngine) -> Hub | None:
+    """[_lock]"""
+    held = _hubs.get(engine)
+    return None if held is None else held()
 
 
 def check_vacant(engine: TransferEngine) -> None:
     """Raise ConfigError if the engine has a prefiller: before memory is allocated for another one."""
     with _lock:
-        hub = _hubs.get(engine)
+        hub = _hub_of(engine)
         if hub is not None and hub.serves:
             raise ConfigError("this engine has a Prefiller already: one rank, one engine")
 
 
 def join(engine: TransferEngine, hear: Listener, *, serves: bool = False) -> Hub:
-    """Have `hear` called (callback thread) with each message. Raises ConfigError for a second one that `serves`."""
+    """Have `hear` called (callback thread) with each message, as long as the result is held and until `leave`.
+
+    Raises ConfigError for a second one that `serves`.
+    """
     with _lock:
-        hub = _hubs.get(engine)
+        hub = _hub_of(engine)
         if hub is None:
-            hub = _hubs[engine] = Hub(engine)
+            hub = Hub(engine)
+            _hubs[engine] = weakref.ref(hub)
         if serves and hub.serves:
             raise ConfigError("this engine has a Prefiller already: one rank, one engine")
         hub.serves |= serves
@@ -129,7 +140,7 @@ def join(engine: TransferEngine, hear: Listener, *, serves: bool = False) -> Hub
 def vacate(engine: TransferEngine) -> None:
     """The one that serves does so no more, and another one may; it goes on listening until it leaves."""
     with _lock:
-        hub = _hubs.get(engine)
+        hub = _hub_of(engine)
         if hub is not None:
             hub.serves = False
 
@@ -137,7 +148,7 @@ def vacate(engine: TransferEngine) -> None:
 def leave(engine: TransferEngine, hear: Listener) -> None:
     """The last one ends the receives. Idempotent."""
     with _lock:
-        hub = _hubs.get(engine)
+        hub = _hub_of(engine)
         if hub is None or hear not in hub._listeners:
             return
         hub._listeners.remove(hear)

@@ -418,6 +418,7 @@ void fab_recv_done(fab_group *g, uint64_t id, uint64_t len, int32_t status);
 
 /* worker.c */
 uint32_t fab_step(fab_group *g, uint64_t now); /* [lock] the loop body */
+uint32_t fab_step_submitted(fab_group *g, uint64_t now); /* [lock] after a submit: without a poll if somebody polls */
 bool fab_group_try(fab_group *g); /* take the lock, or return false at once */
 void fab_group_unlock(fab_group *g); /* and look once more for what came meanwhile */
 uint32_t fab_group_help(fab_group *g, bool polling); /* step once if nobody else does */

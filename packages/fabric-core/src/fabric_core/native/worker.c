@@ -11,6 +11,7 @@
 #define TICK_NS 10000000ull /* the longest sleep while there are deadlines, or a poller that may stop looking */
 #define IDLE_NS 200000000ull /* ... and while there is nothing at all */
 #define HELP_NS 100000ull          /* the longest that a poller is kept at work in one call */
+#define JUST_LOOKED_NS 20000ull    /* a poller that looked so long ago is about to look again */
 #define POLLER_GONE_NS 10000000ull /* a poller that has not looked for so long is gone */
 #define HANDED_OVER_NS 1000000ull  /* ... the work is left to (few cores): look soon whether it does it */
 
@@ -96,14 +97,26 @@ static uint32_t poll_nics(fab_group *g, uint64_t now) {
     return total;
 }
 
-uint32_t fab_step(fab_group *g, uint64_t now) {
+static uint32_t post(fab_group *g, uint64_t now) {
     uint32_t did = take_requests(g, now);
-    if (!fab_list_empty(&g->active)) did += fab_post_all(g, now); /* new requests leave before anything is polled */
+    if (!fab_list_empty(&g->active)) did += fab_post_all(g, now);
     if (!fab_list_empty(&g->unposted)) fab_recv_post_pending(g);
+    return did;
+}
+
+uint32_t fab_step(fab_group *g, uint64_t now) {
+    uint32_t did = post(g, now); /* new requests leave before anything is polled */
     did += poll_nics(g, now);
     if (now / FAB_TICK_NS != g->tick) did += fab_timers_run(g, now);
     if (g->index == 0) fab_expect_reap(g);
     return did;
+}
+
+/* Somebody polls, who has just looked and will again: a look of the submitter's would find next to nothing, and costs a
+ * system call where the NIC is a socket. */
+uint32_t fab_step_submitted(fab_group *g, uint64_t now) {
+    bool looked = now - atomic_load_explicit(&g->last_help, memory_order_relaxed) < JUST_LOOKED_NS;
+    return looked ? post(g, now) : fab_step(g, now);
 }
 
 /* ---- who steps -------------------------------------------------------------------------------------- */
@@ -186,7 +199,7 @@ uint32_t fab_group_help(fab_group *g, bool polling) {
         }
     }
     FAB_COUNT(g->stats.helps, 1);
-    uint32_t did = fab_step(g, now);
+    uint32_t did = polling ? fab_step(g, now) : fab_step_submitted(g, now);
     /* More to post: go on for a while, which is cheaper than being called again. Not for long: the GIL may be held. */
     while (did && !fab_list_empty(&g->active) && fab_time(g->engine) - now < HELP_NS)
         if (!fab_step(g, fab_time(g->engine))) break;

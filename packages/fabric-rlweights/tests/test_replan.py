@@ -17,7 +17,8 @@ from oracle import place, plain
 from small_world import N, Noted, engine_table, memory, small, trainer_table, until
 
 from fabric_core import NetAddr, TransferEngine
-from fabric_rlweights import updates
+from fabric_rlweights import ending
+from fabric_rlweights.attempt import NotCommitted
 from fabric_rlweights.late import _alike
 from fabric_rlweights.members import Member, Members
 from fabric_rlweights.meta import EngineTable
@@ -122,7 +123,7 @@ def test_only_ranks_with_the_same_tensors_made_of_the_same_boxes_give_each_other
 
 
 def test_nobody_waits_for_a_late_receiver_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "SEED_HOLDS", 0.01)
+    monkeypatch.setattr(ending, "SEED_HOLDS", 0.01)
     hooks, go = Noted(), threading.Event()
     hooks.waits["pause"] = lambda: go.wait(200)
     healthy = Noted()
@@ -326,7 +327,7 @@ def test_offers_that_came_while_something_else_was_under_way_are_heard() -> None
     book.updates._heard_before(update)
     assert sorted(update.offers) == [0, 1]
     book.updates.later.append(Offer(2, 8, 60.0, 1, 0, b"", now))
-    with pytest.raises(updates.NotCommitted, match="trainer 2 offers version 8"):
+    with pytest.raises(NotCommitted, match="trainer 2 offers version 8"):
         book.updates._heard_before(update)
     assert [event.version for event in book.updates.later if isinstance(event, Offer)] == [6, 8]
 

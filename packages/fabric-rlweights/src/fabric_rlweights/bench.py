@@ -61,6 +61,7 @@ class RlBench(_Model):
     plan_s: float
     limits_gbyte_s: dict[str, float]  #: as many processes as trainers copy as much, all at once: see job/limit.py
     limit_gbyte_s: float | None  #: the larger of them
+    peak_bytes: int = 0  #: of temporary memory, the largest of all trainer ranks
     ways: list[Way]
     of_limit: float | None
     over_rank0: float | None

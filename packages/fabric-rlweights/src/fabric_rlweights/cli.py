@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -34,21 +35,34 @@ add_to(rl_app)
 @guarded
 def bench_command(
     size: Annotated[str, typer.Option(help="Bytes of the model: 64MiB, 2GiB.")] = "256MiB",
-    trainers: Annotated[int, typer.Option(min=1, max=64, help="Trainer processes.")] = 4,
-    tp: Annotated[int, typer.Option(min=1, max=64, help="Of them, tensor parallel; the rest is FSDP.")] = 2,
-    receivers: Annotated[int, typer.Option(min=1, max=64, help="Inference processes, one tensor-parallel engine.")] = 2,
+    trainers: Annotated[int | None, typer.Option(min=1, max=64, help="Trainer processes: 4.")] = None,
+    tp: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Of them, tensor parallel: 2; the rest is FSDP.")
+    ] = None,
+    receivers: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Inference processes, one tensor-parallel engine: 2.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, max=100, help="Each way is measured so often.")] = 3,
     baselines: Annotated[bool, typer.Option(help="Measure gather-and-broadcast ways beside it, and the limit.")] = True,
     under: Annotated[
         str | None,
         typer.Option(help="Instead: the time under each of these watermarks, 1MiB,16MiB, with fp32 cast to bf16."),
     ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Instead: one trainer and one inference rank with their weights there: cuda:0.")
+    ] = None,
+    offloaded: Annotated[
+        bool, typer.Option(help="With --device: the trainer's parameters lie in host memory.")
+    ] = False,
+    fp8: Annotated[bool, typer.Option(help="With --device: matrices become fp8, with scales of blocks.")] = False,
+    double_buffer: Annotated[bool, typer.Option(help="With --device: written beside what is served.")] = False,
     json: Json = False,
 ) -> None:
     """Update a real job on this host: FSDP2 x TP trainers, passive inference ranks; beside what frameworks do.
 
     The limit is what as many processes copy by memcpy, all at once, plain or with streaming stores, whichever is
-    faster. Every way must leave the same bytes at the inference ranks: exit code 1 if not. Needs torch.
+    faster; with --device what one process copies there. Every way must leave the same bytes at the inference ranks:
+    exit code 1 if not. Needs torch.
     """
     from fabric_core.cli.models import Report
     from fabric_core.cli.render import Column, console, emit_json, show_table, text_lines
@@ -58,6 +72,10 @@ def bench_command(
     from fabric_rlweights.job.model import Model, engine_table
 
     tidy_when_terminated()
+    usual = (4, 2, 2) if device is None else (1, 1, 1)
+    trainers, tp, receivers = (n or m for n, m in zip((trainers, tp, receivers), usual, strict=True))
+    if device is None and (offloaded or fp8 or double_buffer):
+        raise ConfigError("--offloaded, --fp8 and --double-buffer need --device")
     if trainers % tp:
         raise ConfigError(f"--trainers {trainers} is no multiple of --tp {tp}")
     model = Model.of_bytes(bytes_of(size))
@@ -69,16 +87,24 @@ def bench_command(
         )
         _under(watermarks(plain, [bytes_of(part) for part in under.split(",")], rounds, say), json)
         return
-    data = bench(setup, rounds, baselines, say)
+    if device is not None:
+        from fabric_rlweights.bench_device import bench_device, setup_for
+
+        setup = replace(setup, offloaded=offloaded, fp8=fp8, double_buffer=double_buffer)
+        data = bench_device(setup_for(setup, device), rounds, say)
+    else:
+        data = bench(setup, rounds, baselines, say)
     problems = [f"{way.name} left other bytes than fabric" for way in data.ways if way.equal is False]
     if json:
         emit_json(Report[RlBench](schema="fabric.rl.bench/1", data=data, problems=problems))
     else:
         out = console()
+        ranks = f"{data.trainers} trainers (FSDP2 x TP {data.tp}) -> {data.receivers} inference ranks"
+        if device is not None:
+            ranks = f"a trainer{' (offloaded)' if offloaded else ''} -> an inference rank on {device}"
         text_lines(
             out,
-            f"{shown(data.model_bytes)} of weights, {data.trainers} trainers (FSDP2 x TP {data.tp}) -> "
-            f"{data.receivers} inference ranks, {shown(data.bytes)} to write in {data.pieces} pieces; "
+            f"{shown(data.model_bytes)} of weights, {ranks}, {shown(data.bytes)} to write in {data.pieces} pieces; "
             f"{100 * data.straight:.1f}% straight out of the parameters",
             "",
         )
@@ -90,11 +116,8 @@ def bench_command(
         show_table(out, columns, rows)
         if data.of_limit is not None:
             limits = ", ".join(f"{kind} {rate:.2f}" for kind, rate in data.limits_gbyte_s.items())
-            over = [
-                f"{ratio:.1f} x faster than {name}"
-                for name, ratio in (("rank0", data.over_rank0), ("broadcast", data.over_broadcast))
-                if ratio is not None
-            ]
+            ours = data.ways[0].median_s
+            over = [f"{way.median_s / ours:.1f} x faster than {way.name}" for way in data.ways[1:]]
             text_lines(out, "", f"{data.of_limit:.2f} of the copy limit ({limits} GB/s); " + ", ".join(over))
     if problems:
         raise typer.Exit(BAD)

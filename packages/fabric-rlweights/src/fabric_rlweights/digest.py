@@ -7,14 +7,17 @@ no defence against somebody who wants to deceive.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from fabric_rlweights.boxes import Ints
 from fabric_rlweights.dtypes import bits_of
 from fabric_rlweights.moves import pages
+from fabric_rlweights.views import on_gpu
 
-__all__ = ["MASK", "box_digest", "run_digest"]
+__all__ = ["MASK", "Sums", "box_digest", "run_digest"]
 
 MASK = (1 << 64) - 1
 _CHUNK = 1 << 15  #: elements: the temporary arrays stay in the cache
@@ -45,12 +48,39 @@ def run_digest(data: NDArray[np.uint8], item: int, index: Ints) -> int:
     return total & MASK
 
 
-def box_digest(
-    memory: NDArray[np.uint8], offset: int, size: tuple[int, ...], strides: tuple[int, ...], item: int
-) -> int:
+class Sums:
+    """Digests of tensors, added up run by run. What lies on a GPU is summed there, and asked for at the end."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], int] = {}
+        self._on_gpu: dict[tuple[int, int], Any] = {}
+
+    def add(self, owner: int, tensor: int, memory: Any, places: Ints, targets: Ints, run: int, item: int) -> None:
+        """Add runs of `run` bytes at `places` [n] in `memory`; `targets` [n]: where in the tensor. In bytes."""
+        key = owner, tensor
+        if on_gpu(memory):
+            from fabric_rlweights.digest_torch import runs_digest
+
+            part = runs_digest(memory, item, places, targets // item, run)
+            self._on_gpu[key] = self._on_gpu[key] + part if key in self._on_gpu else part
+            return
+        total = self._known.get(key, 0)
+        for here, there in zip(places.tolist(), targets.tolist(), strict=True):
+            total += run_digest(memory[here : here + run].reshape(1, run), item, np.array([there // item], np.int64))
+        self._known[key] = total & MASK
+
+    def result(self) -> dict[int, dict[int, int]]:
+        """Return owner -> tensor -> digest."""
+        found: dict[int, dict[int, int]] = {}
+        for key in self._known.keys() | self._on_gpu.keys():
+            total = self._known.get(key, 0) + (int(self._on_gpu[key]) if key in self._on_gpu else 0)
+            found.setdefault(key[0], {})[key[1]] = total & MASK
+        return found
+
+
+def box_digest(memory: Any, offset: int, size: tuple[int, ...], strides: tuple[int, ...], item: int) -> int:
     """Return the sum over a box of a tensor whose bytes are `memory` [n]; offset and strides in bytes."""
     run, (places,) = pages(size, item, strides)
-    total = 0
-    for place in (places + offset).tolist():
-        total += run_digest(memory[place : place + run].reshape(1, run), item, np.array([place // item], np.int64))
-    return total & MASK
+    sums = Sums()
+    sums.add(0, 0, memory, places + offset, places + offset, run, item)
+    return sums.result()[0][0]

@@ -43,7 +43,7 @@ class Donation:
         transfers: list[Transfer] = []
         try:
             for number, span in enumerate(self._spans):
-                handle, _desc = self._engine.reg_mr((span.address, span.nbytes), write=False)
+                handle, _desc = self._engine.reg_mr(span.registered, write=False)
                 handles.append(handle)
                 desc = MrDesc.from_bytes(seed.descs[number])
                 transfers.append(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 __all__ = ["Hooks"]
 
-Bytes = NDArray[np.uint8]
+Bytes = Any  #: a numpy array of uint8; where the weights are on a GPU a torch tensor of uint8, there
 
 
 class Hooks:
@@ -16,7 +15,7 @@ class Hooks:
     In place: pause, (writes), finish/load, reset_caches, resume. With a double buffer: (writes), pause, finish/load,
     exchange, reset_caches, resume. After a failed update in place there is no resume until one succeeds, and no pause
     either: the engine is paused already. `resume` is called when every rank has the new version, so that no two ranks
-    sample with different ones.
+    sample with different ones. What hooks up to `reset_caches` give to the thread's current CUDA stream is waited for.
     """
 
     def pause(self, version: int) -> None:

@@ -9,10 +9,11 @@ import logging
 import time
 from typing import Any
 
+from fabric_rlweights.attempt import NotCommitted
 from fabric_rlweights.members import Member
 from fabric_rlweights.meta import EngineTable
 from fabric_rlweights.protocol import Begin, Offer, Seed
-from fabric_rlweights.updates import NotCommitted, Updates
+from fabric_rlweights.updates import Updates
 
 __all__ = ["seed_late_receivers"]
 

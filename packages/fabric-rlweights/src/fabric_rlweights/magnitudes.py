@@ -47,8 +47,13 @@ class Magnitudes:
         return found
 
     def renew(self) -> None:
-        """Take fresh memory for what comes in: nothing that is still under way can reach it."""
+        """Take fresh memory for what comes in: nothing that is still under way can reach it.
+
+        Where an engine pins memory, the driver may wait for all that the GPU was given.
+        """
         if self._into_handle is not None:
+            if not self._route.senders:
+                return  # nobody writes there
             self._into_handle.close()
         self._into = np.zeros(max(int(self._route.into[:, 1].sum()), 1), np.float32)
         self._into_handle, self.desc = self._engine.reg_mr(self._into)

@@ -1,4 +1,4 @@
-"""Memory of tensors, by address: what the inference side gives us to be written to, and how numpy looks at it."""
+"""Memory of tensors, by address: what the inference side gives us to be written to, as numpy or torch see it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fabric_core import BadRange
+from fabric_core import BadRange, TransferEngine
 from fabric_rlweights.dtypes import itemsize_of, name_of
 from fabric_rlweights.meta import Layout, Quant, Tensor
+from fabric_rlweights.views import device_name
 
-__all__ = ["Span", "fitting", "span_of", "tensor_of"]
+__all__ = ["Span", "copy", "fitting", "fresh", "span_of", "tensor_of"]
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,26 @@ class Span:
     address: int
     nbytes: int
     owner: object
+    device: str = "cpu"
 
-    def bytes(self) -> NDArray[np.uint8]:
-        """Return the bytes, not copied. The array keeps the owner alive, however long others hold it."""
-        return np.asarray(_Owned(self))
+    def bytes(self) -> Any:
+        """Return the bytes, not copied: a numpy array, of a GPU's memory a torch tensor of uint8.
+
+        It keeps the owner alive, however long others hold it.
+        """
+        if self.device == "cpu":
+            return np.asarray(_Owned(self))
+        import torch
+
+        owner: Any = self.owner
+        storage = owner.untyped_storage()
+        found = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return found.set_(storage, self.address - storage.data_ptr(), (self.nbytes,), (1,))
+
+    @property
+    def registered(self) -> Any:
+        """What an engine registers."""
+        return (self.address, self.nbytes, self.device)
 
 
 class _Owned:
@@ -38,10 +54,28 @@ class _Owned:
         }  # fmt: skip
 
 
+def fresh(engine: TransferEngine, nbytes: int, device: str) -> Span:
+    """Return new memory on a device: of the host's, what peers can map."""
+    if device == "cpu":
+        memory = engine.empty(nbytes)
+        return Span(memory.ptr, nbytes, memory)
+    import torch
+
+    tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return Span(tensor.data_ptr(), nbytes, tensor, device)
+
+
+def copy(target: Span, source: Span) -> None:
+    """Copy bytes between spans of one device; on a GPU in the order of this thread's stream."""
+    if target.device == "cpu":
+        np.copyto(target.bytes(), source.bytes())
+    else:
+        target.bytes().copy_(source.bytes())
+
+
 def _look(tensor: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], str]:
     if hasattr(tensor, "data_ptr"):
-        if tensor.device.type != "cpu":
-            raise BadRange(f"a tensor on {tensor.device}: this release serves CPU memory")
+        device_name(tensor)
         item = tensor.element_size()
         return tensor.data_ptr(), tuple(tensor.shape), tuple(s * item for s in tensor.stride()), name_of(tensor.dtype)
     array = np.asarray(tensor)
@@ -51,10 +85,10 @@ def _look(tensor: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], str]:
 
 
 def span_of(tensor: Any) -> Span:
-    """Return the memory of a torch or numpy tensor, which may have gaps. Raises BadRange for memory of a GPU."""
+    """Return the memory of a torch (CPU, CUDA) or numpy tensor, which may have gaps. Raises BadRange for others."""
     address, shape, strides, dtype = _look(tensor)
     nbytes = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + itemsize_of(dtype)
-    return Span(address, nbytes, tensor)
+    return Span(address, nbytes, tensor, device_name(tensor) if hasattr(tensor, "data_ptr") else "cpu")
 
 
 def fitting(rank: int, table: Tensor, tensor: Any) -> Span:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +16,7 @@ from fabric_rlweights.plan import BLOCK, PER_TENSOR
 from fabric_rlweights.quantise import workspace
 from fabric_rlweights.route import Route
 
-__all__ = ["Target", "Task", "make_tasks"]
+__all__ = ["Target", "Task", "fit", "make_tasks"]
 
 Shape = tuple[int, ...]
 
@@ -54,13 +55,20 @@ class Task:
     work: int  #: bytes of float32 beside it
     scale_bytes: int
     targets: list[Target]
+    fetched: int = 0  #: bytes of its source, if that is copied to where pieces are made
 
     @property
     def temporary(self) -> int:
         """Bytes that it takes of the arena."""
-        if not self.copied:
-            return 0
-        return sum(aligned(part) for part in (self.nbytes, self.scale_bytes, self.work) if part)
+        return self.places[-1] if self.copied else 0
+
+    @property
+    def places(self) -> tuple[int, int, int, int]:
+        """Where its scales, its float32 and its fetched source lie in what it takes of the arena, and the end."""
+        found = [aligned(self.nbytes)]
+        for part in (self.scale_bytes, self.work, self.fetched):
+            found.append(found[-1] + (aligned(part) if part else 0))
+        return found[0], found[1], found[2], found[3]
 
     @property
     def span(self) -> tuple[int, int]:
@@ -104,6 +112,16 @@ def make_tasks(route: Route) -> list[Task]:
             )
         task.targets.append(_with_scales(route, row, Target(receiver, tensor, run, places + int(route.at[row]))))
     return sorted(tasks.values(), key=lambda task: -task.written)
+
+
+def fit(tasks: list[Task], *, fetched: Set[int], fused: bool) -> None:
+    """Say what pieces made on a GPU need. `fetched`: the buffers in host memory; `fused`: no float32 of its own."""
+    for task in tasks:
+        if task.copied:
+            if task.buffer in fetched:
+                task.fetched = int(np.prod(task.size, dtype=np.int64)) * itemsize_of(task.source)
+            if fused:
+                task.work = 0
 
 
 def _row(array: Ints, row: int) -> Shape:

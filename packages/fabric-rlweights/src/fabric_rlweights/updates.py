@@ -5,81 +5,32 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from fabric_rlweights.channel import Channel, Event, Lost
+from fabric_rlweights.attempt import Attempt, NotCommitted, differs
+from fabric_rlweights.channel import Channel, Event
 from fabric_rlweights.digest import MASK
-from fabric_rlweights.members import Member, Members, Who
+from fabric_rlweights.ending import Ending
+from fabric_rlweights.members import Member, Members
 from fabric_rlweights.plan import Plan
-from fabric_rlweights.protocol import (
-    Abort,
-    Begin,
-    Commit,
-    Committed,
-    Go,
-    Hello,
-    Here,
-    Leave,
-    Offer,
-    Quiet,
-    Ready,
-    Received,
-    Result,
-    Resume,
-    Resumed,
-    Sent,
-)
+from fabric_rlweights.protocol import Begin, Go, Offer, Result
 from fabric_rlweights.report import UpdateReport
 
-__all__ = ["Attempt", "NotCommitted", "Updates"]
+__all__ = ["Updates"]
 
 log = logging.getLogger("fabric.rlweights")
-SEED_HOLDS = 0.2  #: of the time of an update that comes: so long it waits, at most, for the end of a seed
 
 
-class NotCommitted(Exception):
-    """Why an update fails, and by whom."""
-
-    def __init__(self, reason: str, culprits: Iterable[str]) -> None:
-        super().__init__(reason)
-        self.culprits = sorted(set(culprits))
-
-
-@dataclass
-class Attempt:
-    """An update under way, or a late receiver that gets the current version (`seeding`), and what was heard for it."""
-
-    number: int
-    version: int
-    begin: float
-    deadline: float
-    members: list[Member] = field(default_factory=list)
-    offers: dict[int, Offer] = field(default_factory=dict)
-    ready: dict[int, Ready] = field(default_factory=dict)
-    sent: dict[int, Sent] = field(default_factory=dict)
-    received: dict[int, Received] = field(default_factory=dict)
-    times: dict[str, float] = field(default_factory=dict)
-    seeding: bool = False
-
-    def side(self, role: str) -> list[Member]:
-        """The members of a role."""
-        return [m for m in self.members if m.who[0] == role]
-
-
-class Updates:
-    """Carries out updates, on the controller's thread. What belongs to nobody's update is put into `later`."""
+class Updates(Ending):
+    """Carries out updates, on the controller's thread."""
 
     def __init__(
         self, members: Members, channel: Channel, inbox: queue.Queue[Event | None], *, digests: bool = False
     ) -> None:
-        self.members, self.channel, self.digests = members, channel, digests
-        self.later: list[Event] = []
-        self._inbox = inbox
+        super().__init__(members, channel, inbox)
+        self.digests = digests
         self._attempts = time.time_ns() // 1000 << 10  # larger than those of an earlier controller of this name
-        self._fence = True  # somebody may still write for an update that failed; until one is committed
 
     @property
     def version(self) -> int:
@@ -151,7 +102,7 @@ class Updates:
             update.offers[offer.rank] = offer
         for offer in offers:
             if offer not in same and offer.arrived + offer.seconds > now:
-                raise _differs(update, offer)
+                raise differs(update, offer)
 
     def _prepare(self, update: Attempt, until: float) -> None:
         """Everybody has taken up a plan, every trainer has offered, every receiver has made room."""
@@ -227,177 +178,6 @@ class Updates:
                 raise NotCommitted(
                     f"{member.name} does not hold what was sent: {what} ({len(wrong)} tensors)", [member.name]
                 )
-
-    # ---- hearing
-
-    def wait(
-        self, update: Attempt, until: float, what: str, missing: Callable[[], list[Member]], watched: list[Member]
-    ) -> None:
-        """Hear events until nobody is missing. Raises NotCommitted: somebody watched is lost, refuses, or is late."""
-        while late := missing():
-            gone = [m for m in watched if m.lost]
-            if gone:
-                raise NotCommitted("; ".join(f"{m.name} is lost: {m.lost}" for m in gone), [m.name for m in gone])
-            try:
-                event = self._inbox.get(timeout=max(0.0, until - time.monotonic()))
-            except queue.Empty:
-                # receivers wait for trainers: when a trainer is late too, it is the cause
-                names = [m.name for m in late if m.who[0] == "trainer"] or [m.name for m in late]
-                raise NotCommitted(f"{', '.join(names)} did not {what} in time", names) from None
-            if event is None:
-                self._inbox.put(None)
-                raise NotCommitted("the controller is being closed", ["controller"])
-            self._hear(update, event)
-
-    def _hear(self, update: Attempt, event: Event) -> None:
-        if isinstance(event, Hello):
-            self.later.append(event)  # whoever comes now is part of the next update
-            return
-        self.members.alive(event)
-        if isinstance(event, Offer):
-            if not update.seeding and event.version == update.version:
-                update.offers[event.rank] = event
-                return
-            self.later.append(event)  # it has an update of its own
-            if update.seeding:
-                raise NotCommitted("an update comes, which serves everybody", [])
-            raise _differs(update, event)
-        elif isinstance(event, Ready) and event.attempt == update.number:
-            if event.problem:
-                raise NotCommitted(f"receiver {event.rank} refuses: {event.problem}", [f"receiver {event.rank}"])
-            update.ready[event.rank] = event
-        elif isinstance(event, Sent) and event.attempt == update.number:
-            if event.problem:
-                raise self._blame(f"trainer {event.rank}", event.problem, event.culprit)
-            update.sent[event.rank] = event
-        elif isinstance(event, Received) and event.attempt == update.number:
-            if event.problem:
-                raise self._blame(f"receiver {event.rank}", event.problem, event.culprit)
-            update.received[event.rank] = event
-        elif isinstance(event, Here):
-            self.members.took_up(event)
-            if event.problem:
-                raise NotCommitted(self.members.problem, [f"{event.role} {event.rank}"])
-        elif isinstance(event, Lost):
-            self.members.lost(event)
-        elif isinstance(event, Leave):
-            self.members.leave(event)
-
-    def _meanwhile(self, event: Event) -> None:
-        """What may come while an update ends."""
-        if isinstance(event, Hello):
-            self.later.append(event)
-            return
-        self.members.alive(event)
-        if isinstance(event, Offer):
-            self.later.append(event)
-        elif isinstance(event, Here):
-            self.members.took_up(event)
-        elif isinstance(event, Lost):
-            self.members.lost(event)
-        elif isinstance(event, Leave):
-            self.members.leave(event)
-        elif isinstance(event, Resumed):
-            self.members.resumed(event)
-
-    def _blame(self, reporter: str, problem: str, culprit: str) -> NotCommitted:
-        """Whoever is lost is to blame, not the one that noticed."""
-        for member in self.members:
-            if culprit and str(member.addr) == culprit and member.name != reporter:
-                return NotCommitted(f"{reporter}: {problem}", [member.name])
-        return NotCommitted(f"{reporter}: {problem}", [reporter])
-
-    # ---- how it ends
-
-    def commit(self, update: Attempt) -> tuple[str, list[str]]:
-        """Have every receiver exchange old for new, then have all go on; from here on the version is committed.
-
-        Nobody serves the new version while somebody who answers still serves the old one. Returns what went wrong at
-        single ranks.
-        """
-        if not update.seeding:
-            self.members.version, self._fence = update.version, False
-        self.members.committed = update.number
-        receivers = update.side("receiver")
-        for member in receivers:
-            self.channel.send(member.addr, Commit(update.number, update.version))
-        swapped = self._answers(update, receivers, Committed)
-        # one that did not answer in time goes on when it has exchanged its weights: by then all others have
-        fit = [m for m in receivers if m.who[1] not in swapped or not swapped[m.who[1]].problem]
-        for member in fit:
-            self.channel.send(member.addr, Resume(update.number))
-        resumed = self._answers(update, [m for m in fit if m.who[1] in swapped], Resumed)
-        update.times["committed"] = time.monotonic()
-        bad: dict[str, str] = {}
-        for member in receivers:
-            answer = resumed.get(member.who[1]) or swapped.get(member.who[1])
-            if member.who[1] not in resumed and (answer is None or not answer.problem):
-                bad[member.name] = member.lost or "did not say that it serves it"
-            elif answer is not None and answer.problem:
-                bad[member.name] = answer.problem
-            member.version = -1 if member.name in bad else update.version
-        return "; ".join(f"{name}: {text}" for name, text in bad.items()), sorted(bad)
-
-    def _answers(
-        self, update: Attempt, receivers: list[Member], kind: type[Committed] | type[Resumed]
-    ) -> dict[int, Committed | Resumed]:
-        """Hear these receivers' answers until the deadline: rank -> answer."""
-        answers: dict[int, Committed | Resumed] = {}
-        while any(m.who[1] not in answers and not m.lost for m in receivers):
-            try:
-                event = self._inbox.get(timeout=max(0.0, update.deadline - time.monotonic()))
-            except queue.Empty:
-                break
-            if event is None:
-                self._inbox.put(None)
-                break
-            self._meanwhile(event)
-            if isinstance(event, kind) and event.attempt == update.number:
-                answers[event.rank] = event
-            elif isinstance(event, Offer) and update.seeding:
-                break  # nobody waits for a late one
-        return answers
-
-    def abort(self, update: Attempt, reason: str) -> None:
-        """Have everybody stop; wait until nothing is under way, or remember that something may be."""
-        members = update.members or self.members.living
-        asked = [m for m in members if not m.lost]
-        for member in asked:
-            self.channel.send(member.addr, Abort(update.number, update.version, reason[:4000]), timeout=2.0)
-        quiet: set[Who] = set()
-        until, closing = update.deadline, False
-        while any(m.who not in quiet and not m.lost for m in asked):
-            if update.seeding:  # an update that comes has to wait for this
-                offers = [event for event in self.later if isinstance(event, Offer)]
-                until = min([until, *(offer.arrived + max(1.0, SEED_HOLDS * offer.seconds) for offer in offers)])
-            try:
-                event = self._inbox.get(timeout=max(0.0, until - time.monotonic()))
-            except queue.Empty:
-                break
-            if event is None:
-                self._inbox.put(None)
-                closing = True
-                break
-            if isinstance(event, Offer) and not update.seeding and event.version == update.version:
-                self.members.alive(event)  # the result, which is sent next, is the answer to it
-                continue
-            self._meanwhile(event)
-            if isinstance(event, Quiet) and event.attempt == update.number:
-                quiet.add((event.role, event.rank))
-            elif isinstance(event, Sent) and event.attempt == update.number:
-                # its writes had ended before it heard of this; when seeding it is a receiver that sends
-                quiet.add(("receiver" if update.seeding else "trainer", event.rank))
-        for member in asked:
-            if member.who not in quiet and not member.lost and not closing:
-                self.members.lose(member, "it did not say that it has stopped")
-        self._fence = self._fence or any(m.who not in quiet for m in members)
-        for member in update.members[:1] if update.seeding else update.side("receiver"):
-            member.version = -1  # a donor goes on serving
-
-
-def _differs(update: Attempt, offer: Offer) -> NotCommitted:
-    text = f"trainer {offer.rank} offers version {offer.version} while others offer {update.version}"
-    return NotCommitted(text, [f"trainer {offer.rank}"])
 
 
 def _neighbours(plan: Plan, rank: int) -> tuple[set[int], set[int]]:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fabric_core import MrDesc, MrHandle, TransferEngine
 from fabric_rlweights.digest import MASK, box_digest
 from fabric_rlweights.dtypes import itemsize_of
 from fabric_rlweights.hooks import Hooks
-from fabric_rlweights.memory import Span, fitting
-from fabric_rlweights.meta import EngineTable
+from fabric_rlweights.memory import Span, copy, fitting, fresh
+from fabric_rlweights.meta import EngineTable, contiguous
 from fabric_rlweights.protocol import Assign
 from fabric_rlweights.route import unpack
+from fabric_rlweights.views import bits_view, check_served, on_gpu
 
 __all__ = ["Weights"]
 
@@ -24,7 +22,10 @@ class Weights:
     """Tensors by the numbers of the plan: `now` is served, `next` is written to. Without a double buffer: the same."""
 
     def __init__(self, engine: TransferEngine, table: EngineTable, memory: Mapping[str, Any], *, double: bool) -> None:
-        """Raise KeyError naming a tensor without memory, BadRange naming one whose memory is not as the table says."""
+        """Raise KeyError naming a tensor without memory, BadRange naming one whose memory is not as the table says.
+
+        Copies (staging, fall-back) lie where the tensors do: on the GPU, if any is on one.
+        """
         self._engine, self.double = engine, double
         direct = {t.name: t for t in table.tensors if t.layout == "direct"}
         missing = sorted(direct.keys() - memory.keys())
@@ -33,6 +34,9 @@ class Weights:
                 f"no memory is given for {', '.join(missing[:5])} ({len(missing)} tensors of rank {table.rank})"
             )
         self._real = {name: fitting(table.rank, tensor, memory[name]) for name, tensor in direct.items()}
+        for name, span in self._real.items():
+            check_served(engine, span.device, f"rank {table.rank}: the memory given for {name}")
+        self._device = max((span.device for span in self._real.values()), default="cpu")  # "cuda:0" is above "cpu"
         self._pairs: dict[str, tuple[Span, Span]] = {}  # (served, written to) by name, whatever the plan's numbers are
         self._tables = {t.name: t for t in table.tensors}
         self.names: list[str] = []
@@ -45,8 +49,8 @@ class Weights:
         self.filled = False  #: copies (staging, fall-back) are of the version that is served
 
     @property
-    def bytes_now(self) -> dict[str, NDArray[np.uint8]]:
-        """What is served, by name, not copied."""
+    def bytes_now(self) -> dict[str, Any]:
+        """What is served, by name, not copied: numpy arrays, of a GPU's memory torch tensors, of uint8."""
         return {name: span.bytes() for name, span in zip(self.names, self.now, strict=True)}
 
     def take_up(self, message: Assign) -> None:
@@ -62,7 +66,15 @@ class Weights:
         self._pairs.update(zip(message.names, pairs, strict=True))
         self.names, self._staging, self._boxes = message.names, message.staging, boxes
         self.now, self.next = [now for now, _next in pairs], [new for _now, new in pairs]
+        self.settle()
         self.register()
+
+    def settle(self) -> None:
+        """Wait until a GPU has done what this thread gave it, hooks' kernels above all."""
+        for device in sorted({span.device for span in [*self.now, *self._real.values()]} - {"cpu"}):
+            import torch
+
+            torch.cuda.current_stream(device).synchronize()
 
     def _pair(self, name: str, copied: int) -> tuple[Span, Span]:
         """Return (served, written to) of a tensor; `copied`: the bytes of its loadable copy, -1: written directly."""
@@ -72,23 +84,19 @@ class Weights:
             return known
         if copied >= 0:
             self.filled = False
-            fresh = self._fresh(nbytes)
-            return fresh, fresh
+            one = fresh(self._engine, nbytes, self._device)
+            return one, one
         real = self._real[name]
         if not self.double:
             return real, real
-        second = self._fresh(nbytes)
-        np.copyto(second.bytes(), real.bytes())  # what no parameter fills must be in both
+        second = fresh(self._engine, nbytes, real.device)
+        copy(second, real)  # what no parameter fills must be in both
         return real, second
-
-    def _fresh(self, nbytes: int) -> Span:
-        memory = self._engine.empty(nbytes)
-        return Span(memory.ptr, nbytes, memory)
 
     def register(self) -> None:
         """Register what is written to; what was registered before cannot be reached any more."""
         self.close()
-        made = [self._engine.reg_mr((span.address, span.nbytes)) for span in self.next]
+        made = [self._engine.reg_mr(span.registered) for span in self.next]
         self._handles, self._descs = [handle for handle, _ in made], [desc for _, desc in made]
 
     def descs(self) -> dict[int, bytes]:
@@ -123,12 +131,11 @@ class Weights:
             else:  # a tensor of ours with strides that nobody writes piece by piece
                 self._spread(name, data)
 
-    def _spread(self, name: str, data: NDArray[np.uint8]) -> None:
+    def _spread(self, name: str, data: Any) -> None:
         tensor = self._tables[name]
         item = itemsize_of(tensor.dtype)
-        bits = self._real[name].bytes()[: self._real[name].nbytes // item * item].view(f"<u{item}")
-        there = np.lib.stride_tricks.as_strided(bits, tensor.shape, tensor.strides)
-        np.copyto(there, data.view(f"<u{item}").reshape(tensor.shape))
+        there = bits_view(self._real[name].bytes(), item, 0, tensor.shape, tensor.strides)
+        there[...] = _near(bits_view(data, item, 0, tensor.shape, contiguous(tensor.shape, item)), there)
 
     def digests(self, spans: list[Span]) -> dict[int, int]:
         """Return the digest of what lies in each tensor of `now` or `next`, as far as an update writes it."""
@@ -141,3 +148,14 @@ class Weights:
             )  # fmt: skip
             sums[number] = (sums.get(number, 0) + part) & MASK
         return sums
+
+
+def _near(bits: Any, there: Any) -> Any:
+    """Return bits in a form that `there` can be filled from: numpy and torch do not copy to each other."""
+    if on_gpu(bits) == on_gpu(there):
+        return bits
+    if on_gpu(bits):
+        return bits.cpu().numpy()
+    import torch
+
+    return torch.from_numpy(bits)

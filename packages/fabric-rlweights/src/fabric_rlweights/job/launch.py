@@ -46,6 +46,10 @@ class Setup:
     piece_bytes: int = 16 << 20
     start_timeout: float = 120.0
     trainer: str = "fabric_rlweights.job.trainer"  #: the module, or a script's path, that a trainer process runs
+    receiver: str = "fabric_rlweights.job.receiver"
+    device: str = "cpu"  #: of the engines, and of the weights of those programs that know of it (job/on_device.py)
+    offloaded: bool = False  #: the trainers' parameters lie in host memory all the same
+    fp8: bool = False  #: matrices become fp8 on the way
 
 
 class Child:
@@ -129,10 +133,12 @@ def start(setup: Setup, role: str, rank: int, controller: str, folder: str) -> C
         f"--rank={rank}", f"--trainers={s.trainers}", f"--receivers={s.receivers}", f"--tp={s.tp}",
         f"--replicate={s.replicate}", f"--parent={os.getpid()}", f"--controller={controller}",
         f"--model={text_of(s.model)}", f"--watermark={s.watermark}", f"--seed={s.seed}", f"--dtype={s.dtype}",
+        f"--device={s.device}",
         f"--store={folder}/{'all' if s.baselines else 'trainers'}",
     ]  # fmt: skip
-    program = s.trainer if role == "trainer" else "fabric_rlweights.job.receiver"
-    return Child(role, rank, program, words + (["--double-buffer"] if s.double_buffer else []))
+    flags = {"--double-buffer": s.double_buffer, "--offloaded": s.offloaded, "--fp8": s.fp8}
+    words += [flag for flag, given in flags.items() if given]
+    return Child(role, rank, s.trainer if role == "trainer" else s.receiver, words)
 
 
 class Job:

@@ -39,6 +39,9 @@ def parser(role: str) -> argparse.ArgumentParser:
     made.add_argument("--double-buffer", action="store_true")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--dtype", default="bfloat16")
+    made.add_argument("--device", default="cpu", help="of the weights: cpu, cuda:0")
+    made.add_argument("--offloaded", action="store_true", help="a trainer's parameters lie in host memory")
+    made.add_argument("--fp8", action="store_true", help="an inference rank's matrices are fp8, with scales of blocks")
     return made
 
 

@@ -118,15 +118,17 @@ void fe_cq_drain(fe_dom *d) {
 }
 
 /* Where the processor moves the data, looking takes the very lock (shm) or socket that the sender needs. So while short
- * writes come one after the other, they are left to gather for a moment: both sides then move more. */
+ * writes come one after the other, they are left to gather for a moment: both sides then move more. Not if we write in
+ * between: then somebody may wait for each. */
 static void look(fe_dom *d) {
     if (d->now < d->rest_until) return;
     uint64_t before = d->imms;
     fe_cq_drain(d);
     if (d->imms == before) return;
-    bool stream = d->now - d->last_imm < FE_STREAM_NS && d->imms - before < BATCH;
+    bool stream = d->now - d->last_imm < FE_STREAM_NS && d->imms - before < BATCH && !d->answered;
     if (d->gathers && stream) d->rest_until = d->now + FE_REST_NS;
     d->last_imm = d->now;
+    d->answered = false;
 }
 
 void fe_progress(fe_dom *d, uint64_t now) {

@@ -57,7 +57,7 @@
 /* How often a provider is looked at whose wake-ups mean nothing: after something came, and when nothing has for a while. */
 #define FE_DEAF_MIN_NS 20000ull
 #define FE_DEAF_NS 4000000ull
-#define FE_REST_NS 3000ull /* so long short writes may gather, where a look costs their sender time */
+#define FE_REST_NS 6000ull /* so long short writes may gather, where a look costs their sender time */
 #define FE_STREAM_NS 10000ull /* ... if the one before came so recently */
 #define FE_RETRY_NS 1000000ull /* how soon to look again at what a provider had no room for */
 
@@ -286,6 +286,7 @@ typedef struct fe_dom {
     uint32_t vain; /* wake-ups in a row that brought nothing */
     uint64_t events, seen; /* completions so far, and at the last arm */
     uint64_t imms, last_imm, rest_until; /* immediates that came, the time of the last, and when to look again */
+    bool answered; /* something was posted since then */
 
     fab_wc_ring wcq; /* what poll hands out next */
 

@@ -174,6 +174,7 @@ int fe_post(void *ctx, uint32_t id, const fab_wr *wr, uint32_t n) {
     int rc = !p ? -EINVAL : p->state == FE_DEAD || p->fail ? -ECONNRESET : p->state != FE_UP ? -ENOTCONN : 0;
     uint32_t k = 0;
     if (!rc) {
+        d->answered = true;
         template t;
         template_init(&t, p);
         for (; k < n && p->free; k++) {

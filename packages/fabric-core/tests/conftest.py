@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).parent))  # what tests share, pytest's importlib mode does not find by itself
 
 
 def _threads() -> list[str]:

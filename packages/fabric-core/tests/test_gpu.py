@@ -33,6 +33,7 @@ from fabric_core import (
     PeerLost,
     RemoteAccessError,
     ScatterDst,
+    StepWrite,
     Transfer,
     TransferEngine,
     Unsupported,
@@ -790,3 +791,88 @@ def test_doctor_names_the_gpus(driver: Driver) -> None:
     assert checks["CUDA driver"]["status"] == "OK"
     assert "cuda:0" in checks["CUDA driver"]["found"]
     assert "FABRIC_CUDA_LIBRARY" not in checks
+
+
+# ---- sequences: a stream's steps are a model's layers
+
+
+class Layers:
+    """`count` layers of 16 pages, each with content of its own, into pages in reverse order."""
+
+    def __init__(self, engine: TransferEngine, side: Side, driver: Driver, count: int) -> None:
+        self.count, size = count, 16 * 4096
+        self.side = side
+        self.data = data_of(8, count * size)
+        memory = Memory(engine, "gpu", count * size, driver)
+        memory.put(self.data)
+        self.memory = memory
+        handle, _ = engine.reg_mr(memory.what)
+        desc, self.imm = target(side, "gpu", count * size)
+        order = np.arange(16, dtype=np.uint32)
+        self.steps = []
+        for at in range(0, count * size, size):
+            src, dst = Pages(order, 4096, at), Pages(order[::-1].copy(), 4096, at)
+            self.steps.append([StepWrite(4096, self.imm, (handle, src), (desc, dst))])
+
+    def arrived(self, layers: int, before: int) -> bool:
+        """Whether the peer has exactly the first so many, after it has seen those that were not there `before`."""
+        size = 16 * 4096
+        expected = bytearray(self.count * size)
+        for page in range(layers * 16):
+            layer, at = divmod(page, 16)
+            to = layer * size + (15 - at) * 4096
+            expected[to : to + 4096] = self.data[page * 4096 : (page + 1) * 4096]
+        answer = self.side.ask("expect", imm=self.imm, count=16 * (layers - before), within=10)
+        return bool(answer["digest"] == digest(bytes(expected)))
+
+
+def test_a_stream_posts_the_layers_of_a_sequence(driver: Driver, sides: Callable[..., Side]) -> None:
+    """By the next step, and by the number of finished ones; nothing but those layers is there."""
+    side = sides()
+    with TransferEngine.open("cuda:0", "local") as engine:
+        layers = Layers(engine, side, driver, 8)
+        sequence = engine.prepare_sequence(layers.steps)
+        engine.stream_submit(sequence)
+        assert layers.arrived(1, 0)
+        for _ in range(2):
+            engine.stream_submit(sequence)
+        assert layers.arrived(3, 1)
+        engine.stream_signal(sequence, 7)
+        assert layers.arrived(7, 3)
+        sequence.wait(10)
+        assert (sequence.value, sequence.submitted, sequence.ended, sequence.error) == (7, 7, 7, None)
+        engine.stream_signal(sequence, 8)
+        assert layers.arrived(8, 7)
+        sequence.close()
+        with pytest.raises(FabricError, match="closed"):
+            engine.stream_submit(sequence)
+
+
+@needs_torch
+def test_a_graph_posts_each_layer_as_it_is_computed(driver: Driver, sides: Callable[..., Side]) -> None:
+    """Kernels and steps in one captured graph: each layer leaves with what its own kernel has written."""
+    import torch
+
+    side = sides()
+    with TransferEngine.open("cuda:0", "local") as engine:
+        count, size = 12, 16 * 4096
+        kv = torch.zeros(count, size, dtype=torch.uint8, device="cuda:0")
+        handle, _ = engine.reg_mr(kv)
+        desc, imm = target(side, "gpu", count * size)
+        steps = [[StepWrite(size, imm, (handle, n * size), (desc, n * size))] for n in range(count)]
+        sequence = engine.prepare_sequence(steps)
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for n in range(count):
+                torch.cuda._sleep(200_000)
+                kv[n].fill_(n + 1)
+                engine.stream_submit(sequence, torch.cuda.current_stream())
+        assert sequence.submitted == 0  # a captured step is none yet
+        with torch.cuda.stream(stream):
+            graph.replay()
+        answer = side.ask("expect", imm=imm, count=count, within=30)
+        expected = b"".join(bytes([n + 1]) * size for n in range(count))
+        assert answer["digest"] == digest(expected)
+        sequence.wait(10)
+        assert sequence.posted_ns == sorted(sequence.posted_ns)
+        assert len(sequence.posted_ns) == count

@@ -26,6 +26,7 @@ from fabric_core.errors import (
 from fabric_core.native_api import get_include, native_api
 from fabric_core.operations import Expectation, Transfer
 from fabric_core.pools import RecvPool, UvmWatcher
+from fabric_core.sequence import PreparedSequence, StepWrite
 from fabric_core.types import Flag, MrDesc, MrHandle, NetAddr, Pages, PeerGroup, ScatterDst, SharedMemory
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "PeerGroup",
     "PeerLost",
     "PeerRestarted",
+    "PreparedSequence",
     "ProtocolError",
     "QueueFull",
     "RecvPool",
@@ -53,6 +55,7 @@ __all__ = [
     "ScatterDst",
     "SharedMemory",
     "StaleHandle",
+    "StepWrite",
     "Transfer",
     "TransferEngine",
     "TransferError",

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable
 from operator import index
 from typing import Any
 
-from fabric_core import streams
+from fabric_core import sequence, streams
 from fabric_core.errors import BackendError, BadRange, ConfigError, QueueFull, StaleHandle
 from fabric_core.gpu import served
 from fabric_core.native_lib import fast, ffi, lib
 from fabric_core.operations import Expectation
 from fabric_core.pools import UvmWatcher
+from fabric_core.sequence import PreparedSequence, StepWrite
 from fabric_core.streams import Prepared
 from fabric_core.submits import OnDone, Submits, flag_of
 from fabric_core.types import Flag, MrDesc, MrHandle, NetAddr, Pages
@@ -157,9 +158,34 @@ class TransferEngine(Submits):
         """The same for pages, as in `submit_paged_writes`. The page lists are copied."""
         return streams.prepare(self, src, dst, page_length, imm, flag, nic, timeout, device)
 
-    def stream_submit(self, prepared: Prepared, stream: Any = None) -> None:
+    def prepare_sequence(
+        self,
+        steps: Iterable[Iterable[StepWrite]],
+        *,
+        on_submitted: Callable[[], object] | None = None,
+        device: str | None = None,
+    ) -> PreparedSequence:
+        """Prepare transfers for the steps that a word counts: step k submits the k-th list, in C, without Python.
+
+        Whoever computes bumps the word at `sequence.ptr`: a thread of this process, a kernel, `stream_signal` with the
+        number of finished steps, or `stream_submit`. A step may be empty; several that are seen at once are all
+        submitted, in order.
+
+        Args:
+            steps: for each step the writes and pages that it submits. Page lists are copied; memory is held.
+            on_submitted: called without arguments on the callback thread after the watcher's thread has submitted.
+                Then each transfer is kept until `sequence.take`; without it they are only counted.
+            device: the GPU that bumps the word; None: the engine's, if it serves one.
+
+        Raises:
+            BadRange, StaleHandle, RemoteAccessError, ConfigError: of the first write that cannot be; nothing was made.
+        """
+        return sequence.prepare(self, steps, on_submitted, device)
+
+    def stream_submit(self, prepared: Prepared | PreparedSequence, stream: Any = None) -> None:
         """Have `stream` start a prepared transfer, after what is before it; also while it is captured into a graph.
 
+        Of a sequence it is the next step.
         The stream goes on at once: to wait for the end, `stream_wait(prepared.flag, n, stream)`.
         """
         streams.add(prepared, stream)
@@ -173,9 +199,9 @@ class TransferEngine(Submits):
         streams.wait(self, flag, value, stream, device)
 
     def stream_signal(
-        self, what: UvmWatcher | Flag, value: int, stream: Any = None, *, device: str | None = None
+        self, what: UvmWatcher | Flag | PreparedSequence, value: int, stream: Any = None, *, device: str | None = None
     ) -> None:
-        """Have `stream` set a watcher's or a flag's word to `value`, after what is before it in the stream."""
+        """Have `stream` set a watcher's, a flag's or a sequence's word to `value`, after what is before it there."""
         streams.write(self, what, value, stream, device)
 
     # ---- the rest --------------------------------------------------------------------------------------------------

@@ -15,7 +15,10 @@ from fabric_core.errors import (
     BackendError,
     BadRange,
     ConfigError,
+    DeadlineExceeded,
     EngineClosed,
+    FabricError,
+    QueueFull,
     RemoteAccessError,
     StaleHandle,
     Unsupported,
@@ -26,10 +29,11 @@ from fabric_core.types import Flag, MrDesc, MrHandle, Pages
 
 if TYPE_CHECKING:
     from fabric_core.base import EngineBase
+    from fabric_core.sequence import PreparedSequence
 
-__all__ = ["Prepared", "add", "prepare", "wait", "write"]
+__all__ = ["Prepared", "add", "gpu_of", "prepare", "refusal", "wait", "write"]
 
-_WHY: dict[int, tuple[type[Exception], str]] = {
+_WHY: dict[int, tuple[type[FabricError], str]] = {
     errno.ERANGE: (BadRange, "the source or the target lies outside its memory"),
     errno.EBADF: (StaleHandle, "the source is not registered any more"),
     errno.ESTALE: (StaleHandle, "the descriptor is not known any more"),
@@ -38,6 +42,8 @@ _WHY: dict[int, tuple[type[Exception], str]] = {
     errno.EXDEV: (ConfigError, "the source and the target belong to different devices of this engine"),
     errno.EACCES: (RemoteAccessError, "the target's owner registered it with write=False"),
     errno.ENODEV: (ConfigError, "this engine has no such NIC"),
+    errno.EAGAIN: (QueueFull, "the engine is full, and stayed so for a millisecond: raise FABRIC_MAX_INFLIGHT"),
+    errno.ETIME: (DeadlineExceeded, "its deadline has passed"),
 }
 
 
@@ -76,7 +82,7 @@ class Prepared:
         refused = ffi.new("int32_t *")
         count: int = lib.fab_prepared_count(self._pointer, refused)
         if refused[0] < 0:
-            raise _error(refused[0], "a prepared transfer was refused")
+            raise refusal(refused[0], "a prepared transfer was refused")
         return count
 
     def close(self) -> None:
@@ -96,7 +102,8 @@ class Prepared:
         return f"<Prepared, word {self.ptr:#x}{', closed' if self.closed else ''}>"
 
 
-def _error(rc: int, what: str) -> Exception:
+def refusal(rc: int, what: str) -> FabricError:
+    """Return why the C engine has refused something prepared."""
     kind, why = _WHY.get(-rc, (BackendError, os.strerror(-rc)))
     return kind(f"{what}: {why}")
 
@@ -145,21 +152,25 @@ def prepare(
         if pointer == ffi.NULL:
             lib.fab_cuda_word_free(word)
     if pointer == ffi.NULL:
-        raise _error(rc[0], "this transfer cannot be prepared")
+        raise refusal(rc[0], "this transfer cannot be prepared")
     return Prepared(engine, pointer, word, number, flag, (handle, desc, remote))
 
 
-def add(prepared: Prepared, stream: Any) -> None:
+def add(prepared: Prepared | PreparedSequence, stream: Any) -> None:
     """See TransferEngine.stream_submit."""
     from fabric_core import gpu
 
     if prepared.closed:
-        raise StaleHandle("this prepared transfer is closed")
+        raise StaleHandle(f"{prepared!r} is closed")
+    if prepared._device is None:
+        raise Unsupported(f"{prepared!r} has a word that no GPU reaches: open its engine with device='cuda:0'")
     rc = lib.fab_cuda_stream_add(prepared._device, gpu.stream_of(stream), prepared.ptr, 1)
     gpu.told(rc, "stream_submit()")
 
 
-def write(engine: EngineBase, what: UvmWatcher | Flag, value: int, stream: Any, device: str | None) -> None:
+def write(
+    engine: EngineBase, what: UvmWatcher | Flag | PreparedSequence, value: int, stream: Any, device: str | None
+) -> None:
     """See TransferEngine.stream_signal."""
     from fabric_core import gpu
 

@@ -58,8 +58,9 @@ def bench_command(
     is a clock, and no processor is used by it. Pages lie anywhere in both pools. Exit code 1: data arrived wrong.
 
     --ready hook: the model's thread submits, and sleeps between layers. busy: the same, and it computes between layers,
-    as a model does that runs on processors. watcher: a callback of the engine submits. poll: a thread that polls the
-    engine all the time does, and one on the other side waits so too: a core each.
+    as a model does that runs on processors. watcher: a word is bumped, as a GPU does it, and the engine's thread
+    submits. poll: a thread that polls the engine all the time does, and one on the other side waits so too: a core
+    each.
     """
     from fabric_core.cli.models import Report
     from fabric_core.cli.render import conclude, console

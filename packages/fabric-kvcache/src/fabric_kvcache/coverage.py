@@ -20,9 +20,9 @@ class Coverage:
 
     def add(self, first: int, end: int) -> None:
         """Raises BadRange if a part of it is there already; then nothing has changed."""
-        at = bisect_left(self._firsts, first)
-        if (at and self._ends[at - 1] > first) or (at < len(self._firsts) and self._firsts[at] < end):
+        if self.overlaps(first, end):
             raise BadRange(f"tokens {first}..{end}: pushed before")
+        at = bisect_left(self._firsts, first)
         before = at > 0 and self._ends[at - 1] == first
         after = at < len(self._firsts) and self._firsts[at] == end
         if before and after:
@@ -35,6 +35,11 @@ class Coverage:
         else:
             self._firsts.insert(at, first)
             self._ends.insert(at, end)
+
+    def overlaps(self, first: int, end: int) -> bool:
+        """Whether a part of [first, end) is there."""
+        at = bisect_left(self._firsts, first)
+        return bool((at and self._ends[at - 1] > first) or (at < len(self._firsts) and self._firsts[at] < end))
 
     def gap(self, first: int, end: int) -> int | None:
         """Return the first token of [first, end) that is not there; None if all are."""

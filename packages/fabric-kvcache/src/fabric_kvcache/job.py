@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fabric_core import BadRange, FabricError, MrHandle, StaleHandle, WaitTimeout
+from fabric_kvcache.ahead import PreparedWatch
+from fabric_kvcache.arguments import number
 from fabric_kvcache.cache import show_layers
 from fabric_kvcache.hook import LayerHook
 from fabric_kvcache.layout import check_fit, pack
@@ -22,7 +24,7 @@ from fabric_kvcache.sending import Push, Sender
 from fabric_kvcache.steps import Step, Steps, same_pages
 from fabric_kvcache.tables import Tables, checked
 from fabric_kvcache.target import How, Target
-from fabric_kvcache.watcher import LayerWatch
+from fabric_kvcache.watcher import CalledWatch, LayerWatch, Part
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -78,20 +80,43 @@ class PrefillJob:
             raise BadRange("this prefiller has a memory of your own: say which pages hold the request by use(tables)")
         return self._tables
 
-    def use(self, tables: Sequence[Any]) -> None:
+    def use(self, tables: Sequence[Any], *, upto: int | None = None, moved: bool = False) -> None:
         """Say which pages of the prefiller's memory hold the request, one list per group, from token 0 on.
 
         For a `Prefiller` with a memory of your own; the pages must stay as they are until the job was left.
+
+        Args:
+            upto: they reach as far as this token only, because the engine hands out pages chunk by chunk: call it
+                again with longer tables before a push of what lies behind. None: all of the prompt.
+            moved: the engine took the pages away and computes the prompt in others; only when the job is `idle`.
+
+        Raises BadRange for tables that do not fit, and for other pages than before that were not `moved`.
         """
         if self._lease is not None:
             raise BadRange("this prefiller has its own pages, which the job holds already")
-        found = checked(self._p.shard, tables, self.start, self.total)
+        end = self.total if upto is None else number("upto", upto, 1, self.total)
+        found = checked(self._p.shard, tables, min(self.start, end), end)
         with self._lock:
-            before, self._tables = self._tables, self._tables or found
-        if before is not None and any(not np.array_equal(a, b) for a, b in zip(before, found, strict=True)):
-            raise BadRange(
-                "use(tables) a second time, with other pages: name all pages of the request once, before a push"
-            )
+            before = self._tables
+            both = [(a[: len(b)], b[: len(a)]) for a, b in zip(before or (), found, strict=False)]
+            if not moved and any(not np.array_equal(a, b) for a, b in both):
+                raise BadRange(
+                    "use(tables) a second time, with other pages: name all pages of the request once, before a push, "
+                    "or those of its first tokens (upto=) and later more"
+                )
+            if moved or before is None or sum(map(len, found)) > sum(map(len, before)):
+                self._tables = found
+
+    @property
+    def whole(self) -> bool:
+        """Whether everything that the decoders want was pushed."""
+        with self._lock:
+            return self._ledger.whole
+
+    @property
+    def idle(self) -> bool:
+        """Whether no write of it is under way. It does not wait, and once it is `whole`, neither does `finish` then."""
+        return not any(target.busy for target in self._targets)
 
     # ---- pushing
 
@@ -154,14 +179,46 @@ class PrefillJob:
         """Return a word that whoever computes bumps after each layer of each chunk, in that order; pushes follow.
 
         For a GPU: bump `watch.ptr` (a kernel's addition, or `engine.stream_signal`), also within a CUDA graph.
+        All pushes are prepared here, and submitted by the engine without Python. Where that cannot be, because pages
+        are not named yet or parts overlap, a callback pushes each when it is due. Until `watch.close()` nobody else
+        may push what was prepared. Raises BadRange for layers and tokens that are not of the prompt.
         """
-        steps = [(layer, *chunk) for chunk in chunks for layer in (self.layers if layers is None else layers)]
-        for layer, first, end in steps:
+        parts = [(layer, *chunk) for chunk in chunks for layer in (self.layers if layers is None else layers)]
+        for layer, first, end in parts:
             self._check(layer, first, end)
-        hooks = {chunk: self.hook(*chunk) for chunk in dict.fromkeys(tuple(chunk) for chunk in chunks)}
-        watch = LayerWatch(self._p.engine, steps, lambda layer, first, end: hooks[first, end](layer))
+        watch = self._prepared(parts)
+        if watch is None:
+            hooks = {chunk: self.hook(*chunk) for chunk in dict.fromkeys(tuple(chunk) for chunk in chunks)}
+            watch = CalledWatch(self._p.engine, parts, lambda layer, first, end: hooks[first, end](layer))
         self._watches.append(watch)
         return watch
+
+    def _prepared(self, parts: list[Part]) -> LayerWatch | None:
+        """None: not all of it can be prepared now; a push says why, if it still cannot be then."""
+        self._padded = False
+        if self._tables is None or not parts:
+            return None
+        try:
+            steps = [self._step(layer, first, end, padded=False) for layer, first, end in parts]
+        except FabricError:  # its pages are not known yet
+            return None
+        claims = [part for part, step in zip(parts, steps, strict=True) if step is not None]
+        with self._lock:
+            if self._leaving or not self._ledger.claim(claims):
+                return None
+            try:
+                return PreparedWatch(
+                    self._p.engine, parts, steps, self._sender, self._lock, self._pushed_ahead, self._ledger.unclaim
+                )
+            except FabricError:
+                self._ledger.unclaim(claims)
+                return None
+
+    def _pushed_ahead(self, step: Step, whole: bool, missing: int) -> None:
+        """The engine has submitted a step that a word told of; with the lock held."""
+        if whole:
+            self._ledger.redeem(step.layer, step.first, step.end)
+        self._submitted(step, missing)
 
     def push_tail(self, data: Any) -> None:
         """Send the tail (last logits, say), once: a buffer of exactly its size, or (MrHandle, offset) in yours."""
@@ -240,13 +297,17 @@ class PrefillJob:
         for batch in step.batches:
             made += batch.target.write(batch.writes, batch.nbytes, batch.submits)
         push.submitted = time.perf_counter()
+        self._submitted(step, step.transfers - made)
+
+    def _submitted(self, step: Step, missing: int) -> None:
+        push = step.push
         if not step.transfers:
             push.done = push.submitted
         self.pushes.append(push)
         if self._ledger.close(step.layer):
             self._seal_if_whole()
-        if made < step.transfers:  # a decoder rank wants no more
-            self._sender.ended(push, step.transfers - made)
+        if missing:  # a decoder rank wants no more
+            self._sender.ended(push, missing)
             self._alive()
 
     def _seal_if_whole(self) -> None:
@@ -310,9 +371,13 @@ class PrefillJob:
 
     def abandon(self, reason: str, how: How = "failed") -> None:
         """End the job without completing it: cancel what is under way, then tell the decoders."""
+        self.stop(reason, how)
+        self._settle()
+
+    def stop(self, reason: str, how: How = "failed") -> None:
+        """The first half of `abandon`, which does not wait: call that one too, once the job is `idle`."""
         for target in self._targets:
             self._p._stop(target, how, reason)
-        self._settle()
 
     def _settle(self) -> bool:
         """Wait for the end of all writes, good or bad, and give the source pages back. False: one did not end."""

@@ -12,14 +12,16 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fabric_core import FabricError, MrHandle
+from fabric_core import FabricError, MrHandle, StepWrite
 from fabric_kvcache.protocol import SEAL
 from fabric_kvcache.target import OnDone, Submit, Target
 
 if TYPE_CHECKING:
     from fabric_kvcache.prefiller import Prefiller
 
-__all__ = ["Push", "Sender"]
+__all__ = ["Piece", "Push", "Sender"]
+
+Piece = tuple[int, Any, Any]  #: bytes of one write, source pages, target pages
 
 
 @dataclass(slots=True)
@@ -43,8 +45,8 @@ class Sender:
         self._p = prefiller
         self.changed = threading.Condition()  # guards the ends of pushes
 
-    def pages(self, target: Target, piece: tuple[int, Any, Any], on_done: OnDone) -> Submit:
-        """Return the submit of pieces of one length: (length, source pages, target pages)."""
+    def pages(self, target: Target, piece: Piece, on_done: OnDone) -> Submit:
+        """Return the submit of pieces of one length."""
         length, source, to = piece
         return functools.partial(
             self._p.engine.submit_paged_writes,
@@ -54,6 +56,12 @@ class Sender:
             (target.session.desc, to),
             on_done,
         )
+
+    def ahead(self, target: Target, piece: Piece, lane: int) -> StepWrite:
+        """Return the same for the engine to submit when a word says so."""
+        length, source, to = piece
+        src, dst = (self._p.pool.handle, source), (target.session.desc, to)
+        return StepWrite(length, target.head.imm, src, dst, deadline=target.deadline, lane=lane)
 
     def tail(self, target: Target, source: tuple[MrHandle, int], nbytes: int, on_done: OnDone) -> Submit:
         """Return the submit of a tail."""

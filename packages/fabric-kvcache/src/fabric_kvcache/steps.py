@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from fabric_kvcache.cache import AttentionGroup
 from fabric_kvcache.moves import Moves
 from fabric_kvcache.plan import Chunk
-from fabric_kvcache.sending import Push, Sender
+from fabric_kvcache.sending import Piece, Push, Sender
 from fabric_kvcache.shard import Shard
 from fabric_kvcache.tables import Tables
-from fabric_kvcache.target import Submit, Target
+from fabric_kvcache.target import OnDone, Submit, Target
 
 __all__ = ["Batch", "Step", "Steps", "same_pages"]
 
@@ -28,6 +28,8 @@ class Batch:
     writes: int
     nbytes: int
     submits: tuple[Submit, ...]
+    pieces: tuple[Piece, ...]  #: of each submit
+    on_done: OnDone  #: of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class Steps:
                 nbytes = sum(length * len(source) for length, source, _to in pieces)
                 on_done = target.on_done(ended)
                 submits = tuple(self._sender.pages(target, piece, on_done) for piece in pieces)
-                batches.append(Batch(target, writes, nbytes, submits))
+                batches.append(Batch(target, writes, nbytes, submits, tuple(pieces), on_done))
         push.writes = sum(batch.writes for batch in batches)
         push.nbytes = sum(batch.nbytes for batch in batches)
         push.left = sum(len(batch.submits) for batch in batches)

@@ -35,6 +35,13 @@ class Submit(Protocol):
     def __call__(self, *, timeout: float) -> Transfer: ...
 
 
+class Lent(Protocol):
+    """Writes to one decoder rank that are submitted without asking here, because a word says so (ahead.py)."""
+
+    def cancel(self) -> bool:
+        """Submit none from now on; cancel what is under way. False: some are still to be adopted, then `returned`."""
+
+
 class Target:
     """Any thread. `on_ended(target)` is called once, on the thread that saw the end."""
 
@@ -55,6 +62,7 @@ class Target:
         self._transfers: set[Transfer] = set()
         self._early: set[Transfer] = set()  # ended before they could be noted
         self._over = False
+        self._lent: set[Lent] = set()
 
     @property
     def open(self) -> bool:
@@ -64,7 +72,7 @@ class Target:
     @property
     def busy(self) -> bool:
         """Whether a write is under way."""
-        return self._busy > 0
+        return self._busy > 0 or (self.stopped is not None and bool(self._lent))
 
     def transfers(self) -> list[Transfer]:
         with self._lock:
@@ -97,6 +105,30 @@ class Target:
         finally:
             self._note(made, len(submits))
         return len(made)
+
+    def lend(self, lent: Lent) -> None:
+        """Somebody else may submit writes from now on, until they are `returned`; the end waits for that."""
+        with self._lock:
+            self._lent.add(lent)
+            stopped = self.stopped is not None or self._over
+        if stopped and lent.cancel():
+            self.returned(lent)
+
+    def adopt(self, count: int, nbytes: int, made: list[Transfer], on_done: OnDone) -> None:
+        """Somebody else has submitted these transfers, of `count` writes of `nbytes`."""
+        with self._lock:
+            self._busy += len(made)
+            self.writes += count
+            self.nbytes += nbytes
+        for transfer in made:
+            transfer.add_done_callback(on_done)
+        self._note(made, len(made))
+
+    def returned(self, lent: Lent) -> None:
+        """Of that nothing will be submitted any more, and all that was has been adopted. Idempotent."""
+        with self._lock:
+            self._lent.discard(lent)
+        self._maybe_end()
 
     def _note(self, made: list[Transfer], wanted: int) -> None:
         """Remember what was submitted; give back the places of what was not."""
@@ -135,6 +167,10 @@ class Target:
             self.stopped = how, reason
             self.error = error
             under_way = list(self._transfers)
+            lent = list(self._lent)
+        for one in lent:
+            if one.cancel():
+                self.returned(one)
         for transfer in under_way:
             transfer.cancel()
         self._maybe_end()
@@ -147,7 +183,7 @@ class Target:
 
     def _maybe_end(self) -> None:
         with self._lock:
-            if self._over or self._busy or not (self.sealed or self.stopped is not None):
+            if self._over or self._busy or self._lent or not (self.sealed or self.stopped is not None):
                 return
             self._over = True
         self.on_ended(self)

@@ -1,7 +1,8 @@
 """Layers that are ready by a word: whoever computes bumps it, also a GPU; the pushes follow.
 
-They follow on the callback thread, which takes two wake-ups. A thread of this process that bumps the word by `value`
-has them done at once, in itself.
+Mostly the engine's watcher thread submits them, in C (ahead.py). What cannot be prepared when the watch is made is
+pushed by a callback, which takes two wake-ups and Python (`CalledWatch`). In both a thread of this process that bumps
+the word by `value` has them done at once, in itself.
 
 A word whose address was asked for may be bumped by work that is queued on a GPU after its job has ended. It is nobody
 else's until its last step, or until its user says that the stream has ended: else that work would push the layers of
@@ -10,17 +11,14 @@ another job.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from fabric_core import FabricError, TransferEngine
+from fabric_core import FabricError, PreparedSequence, TransferEngine, UvmWatcher
 
-__all__ = ["LayerWatch"]
+__all__ = ["CalledWatch", "LayerWatch", "Part"]
 
-log = logging.getLogger("fabric.kvcache")
-
-Step = tuple[int, int, int]  #: layer, first token, end
+Part = tuple[int, int, int]  #: layer, first token, end
 
 
 class LayerWatch:
@@ -29,16 +27,15 @@ class LayerWatch:
     Several steps may be heard as one; each is pushed once.
     """
 
-    def __init__(self, engine: TransferEngine, steps: Sequence[Step], push: Callable[[int, int, int], object]) -> None:
+    _word: UvmWatcher | PreparedSequence
+
+    def __init__(self, steps: Sequence[Part]) -> None:
         self.steps = tuple(steps)
         self.error: FabricError | None = None  #: why a push was refused; the job's own end tells the decoders
-        self._push = push
-        self._changed = threading.Condition()  # guards the three below
-        self._begun = 0  # steps that a thread has taken on
+        self._changed = threading.Condition()  # guards the two below
         self._pushed = 0
         self._closed = False
         self._lent = False  # the word's address was asked for
-        self._word = engine.alloc_uvm_watcher(self._bumped)
 
     @property
     def ptr(self) -> int:
@@ -53,6 +50,48 @@ class LayerWatch:
     @value.setter
     def value(self, steps: int) -> None:
         """So many steps are finished: submit those that were not. Raises nothing: see `error`."""
+        self._store(steps)
+
+    def _store(self, steps: int) -> None:
+        raise NotImplementedError
+
+    def _finish(self) -> None:
+        """Push nothing from now on."""
+
+    def wait_all(self, timeout: float) -> bool:
+        """Wait until all steps were pushed, or one was refused; False: not within `timeout` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._pushed == len(self.steps) or self.error is not None, timeout)
+            return self._pushed == len(self.steps)
+
+    def close(self) -> None:
+        """Push nothing any more; the job does it at its end. A word that a GPU may still bump is kept. Idempotent."""
+        with self._changed:
+            self._closed = True
+        self._finish()
+        if not self._lent or (not self._word.closed and self._word.value >= len(self.steps)):
+            self._word.close()
+
+    def release(self) -> None:
+        """Nobody bumps the word any more (the stream has ended, or was never started): give it back.
+
+        Needed only for a job that ended before the word's last step; without it the word is kept until then, or until
+        the engine closes. Idempotent.
+        """
+        self.close()
+        self._word.close()
+
+
+class CalledWatch(LayerWatch):
+    """Pushes by a callback of the engine's."""
+
+    def __init__(self, engine: TransferEngine, steps: Sequence[Part], push: Callable[[int, int, int], object]) -> None:
+        super().__init__(steps)
+        self._push = push
+        self._begun = 0  # steps that a thread has taken on
+        self._word: UvmWatcher = engine.alloc_uvm_watcher(self._bumped)
+
+    def _store(self, steps: int) -> None:
         self._word.value = steps
         self._bumped(0, steps)
 
@@ -78,25 +117,3 @@ class LayerWatch:
             with self._changed:
                 self._pushed += 1
                 self._changed.notify_all()
-
-    def wait_all(self, timeout: float) -> bool:
-        """Wait until all steps were pushed, or one was refused; False: not within `timeout` seconds."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._pushed == len(self.steps) or self.error is not None, timeout)
-            return self._pushed == len(self.steps)
-
-    def close(self) -> None:
-        """Push nothing any more; the job does it at its end. A word that a GPU may still bump is kept. Idempotent."""
-        with self._changed:
-            self._closed = True
-        if not self._lent or (not self._word.closed and self._word.value >= len(self.steps)):
-            self._word.close()
-
-    def release(self) -> None:
-        """Nobody bumps the word any more (the stream has ended, or was never started): give it back.
-
-        Needed only for a job that ended before the word's last step; without it the word is kept until then, or until
-        the engine closes. Idempotent.
-        """
-        self.close()
-        self._word.close()

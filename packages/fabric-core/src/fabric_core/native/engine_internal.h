@@ -266,6 +266,7 @@ typedef struct fab_watch {
     int64_t id;
     fab_watch_fn fn; /* native callback, else an event */
     void *fn_arg;
+    bool keen; /* [init] each change is urgent: watch.c */
     _Atomic uint64_t own; /* the word itself when nobody gave one */
 } fab_watch;
 
@@ -368,8 +369,22 @@ void fab_flag_hold(uint64_t flag);
 void fab_flag_let_go(uint64_t flag);
 void fab_flag_bump(uint64_t flag, bool well);
 
+/* draft.c */
+typedef struct fab_kept { /* a draft that was looked at, with page lists and a flag of its own */
+    fab_draft draft;
+    fab_lists *lists; /* NULL: one write */
+} fab_kept;
+/* `like`: lists that it shares if they are the same, or NULL. 0, or what the submit would return. */
+int fab_draft_keep(fab_engine *e, const fab_draft *draft, fab_lists *like, fab_kept *out);
+int64_t fab_kept_submit(fab_engine *e, const fab_kept *k); /* waits a little for a full engine */
+void fab_kept_let_go(fab_kept *k); /* idempotent */
+void fab_help_along(fab_engine *e); /* a step of every group, without saying that this thread polls */
+
 /* watch.c */
 void fab_watch_stop(fab_engine *e);
+/* A keen watch: `fn` is called on the watcher's thread, and says by fab_watch_tell what the callback thread is to hear. */
+int64_t fab_watch_open(fab_engine *e, uint64_t word, fab_watch_fn fn, void *arg, fab_watch **out, uint64_t *word_out);
+void fab_watch_tell(fab_engine *e, fab_watch *w, uint64_t value);
 
 /* timer.c */
 void fab_timers_init(fab_group *g, uint64_t now);

@@ -3,15 +3,11 @@
 #include "engine_internal.h"
 
 #define STEPS_MAX (1u << 24)
-#define PATIENCE_NS 1000000ull /* for a full engine; the watcher's thread has others to look after */
 
 struct fab_prepared {
     fab_engine *e;
-    uint64_t local, loff, remote, roff, len, timeout_ns, flag;
-    uint64_t sstride, dstride;
-    fab_lists *lists; /* NULL: one write */
-    int64_t imm, watch;
-    int32_t nic;
+    fab_kept kept;
+    int64_t watch;
     _Atomic uint64_t *word;
     uint64_t answered; /* [watcher thread, and close after it] additions that were submitted or refused */
     _Atomic bool closing;
@@ -19,36 +15,18 @@ struct fab_prepared {
     _Atomic uint64_t count;
 };
 
-static int64_t submit(fab_prepared *p) {
-    if (!p->lists)
-        return fab_submit_write(p->e, p->local, p->loff, p->remote, p->roff, p->len, p->imm, p->nic, p->timeout_ns,
-                                p->flag);
-    return fab_submit_lists(p->e, p->local, p->lists, p->sstride, p->loff, p->remote, p->dstride, p->roff, p->len,
-                            p->imm, p->nic, p->timeout_ns, p->flag);
-}
-
 static void refuse(fab_prepared *p, int32_t why) {
     atomic_store_explicit(&p->refused, why, memory_order_relaxed); /* a number; the flag's bump publishes it */
-    if (!p->flag) return;
-    fab_flag_hold(p->flag);
-    fab_flag_bump(p->flag, false);
+    if (!p->kept.draft.flag) return;
+    fab_flag_hold(p->kept.draft.flag);
+    fab_flag_bump(p->kept.draft.flag, false);
 }
 
 static void once(fab_prepared *p) {
-    uint64_t until = 0;
-    int64_t h;
-    while ((h = submit(p)) == -EAGAIN) {
-        uint64_t now = fab_now();
-        if (!until) until = now + PATIENCE_NS;
-        else if (now > until) break;
-        fab_progress(p->e);
-    }
+    int64_t h = fab_kept_submit(p->e, &p->kept);
     atomic_fetch_add_explicit(&p->count, 1, memory_order_relaxed); /* a count */
-    if (h > 0) {
-        fab_transfer_release(p->e, (uint64_t)h);
-        return;
-    }
-    refuse(p, (int32_t)h);
+    if (h > 0) fab_transfer_release(p->e, (uint64_t)h);
+    else refuse(p, (int32_t)h);
 }
 
 static void fire(void *arg, uint64_t old, uint64_t value) {
@@ -59,18 +37,23 @@ static void fire(void *arg, uint64_t old, uint64_t value) {
     for (; n; n--)
         if (atomic_load_explicit(&p->closing, memory_order_relaxed)) refuse(p, -ECANCELED); /* somebody waits for us */
         else once(p);
-    fab_progress(p->e); /* what was posted is begun now, not when the worker looks next */
+    fab_help_along(p->e); /* what was posted is begun now, not when the worker looks next */
 }
 
 static void discard(fab_prepared *p) {
-    fab_flag_let_go(p->flag);
-    fab_lists_let_go(p->lists);
+    fab_kept_let_go(&p->kept);
     free(p);
 }
 
-static fab_prepared *watch(fab_prepared *p, uint64_t word, int *rc) {
+static fab_prepared *prepare(fab_engine *e, const fab_draft *draft, uint64_t word, int *rc) {
+    fab_prepared *p = calloc(1, sizeof *p);
+    *rc = p ? fab_draft_keep(e, draft, NULL, &p->kept) : -ENOMEM;
+    if (*rc) {
+        free(p);
+        return NULL;
+    }
     uint64_t unused;
-    fab_flag_hold(p->flag);
+    p->e = e;
     p->word = (_Atomic uint64_t *)(uintptr_t)word;
     p->answered = atomic_load_explicit(p->word, memory_order_acquire);
     p->watch = fab_watch_add(p->e, word, fire, p, &unused);
@@ -78,51 +61,6 @@ static fab_prepared *watch(fab_prepared *p, uint64_t word, int *rc) {
     *rc = (int)p->watch;
     discard(p);
     return NULL;
-}
-
-/* All is checked at each submit; here once, so that a mistake is told to the one who makes it. */
-static int check(const fab_prepared *p) {
-    fab_ends at;
-    int rc = fab_ends_find(p->e, p->local, p->remote, &at);
-    if (rc) return rc;
-    if (!fab_imm_ok(p->imm)) return -EINVAL;
-    if (p->nic >= (int32_t)at.local->group->nnics) return -ENODEV;
-    static const fab_lists one = {.npages = 1};
-    return fab_lists_inside(p->lists ? p->lists : &one, &at, p->sstride, p->loff, p->dstride, p->roff, p->len)
-               ? 0
-               : -ERANGE;
-}
-
-static fab_prepared *prepare(fab_engine *e, uint64_t local, const uint32_t *sidx, uint64_t sstride, uint64_t soff,
-                             uint64_t remote, const uint32_t *didx, uint64_t dstride, uint64_t doff, uint32_t npages,
-                             uint64_t page_len, int64_t imm, int32_t nic, uint64_t timeout_ns, uint64_t flag,
-                             uint64_t word, int *rc) {
-    fab_prepared *p = calloc(1, sizeof *p);
-    if (p && npages) p->lists = fab_lists_new(sidx, didx, npages);
-    if (!p || (npages && !p->lists)) {
-        free(p);
-        *rc = -ENOMEM;
-        return NULL;
-    }
-    p->e = e;
-    p->local = local;
-    p->loff = soff;
-    p->sstride = sstride;
-    p->remote = remote;
-    p->roff = doff;
-    p->dstride = dstride;
-    p->len = page_len;
-    p->imm = imm;
-    p->nic = nic;
-    p->timeout_ns = timeout_ns;
-    p->flag = flag;
-    *rc = check(p);
-    if (*rc) {
-        fab_lists_let_go(p->lists);
-        free(p);
-        return NULL;
-    }
-    return watch(p, word, rc);
 }
 
 fab_prepared *fab_prepare_paged(fab_engine *e, uint64_t local, const uint32_t *sidx, uint64_t sstride, uint64_t soff,
@@ -133,14 +71,36 @@ fab_prepared *fab_prepare_paged(fab_engine *e, uint64_t local, const uint32_t *s
         *rc = -EINVAL;
         return NULL;
     }
-    return prepare(e, local, sidx, sstride, soff, remote, didx, dstride, doff, npages, page_len, imm, nic, timeout_ns,
-                   flag, word, rc);
+    fab_draft draft = {.local = local,
+                       .loff = soff,
+                       .remote = remote,
+                       .roff = doff,
+                       .len = page_len,
+                       .sstride = sstride,
+                       .dstride = dstride,
+                       .timeout_ns = timeout_ns,
+                       .flag = flag,
+                       .imm = imm,
+                       .nic = nic,
+                       .npages = npages,
+                       .sidx = sidx,
+                       .didx = didx};
+    return prepare(e, &draft, word, rc);
 }
 
 fab_prepared *fab_prepare_write(fab_engine *e, uint64_t local, uint64_t loff, uint64_t remote, uint64_t roff,
                                 uint64_t len, int64_t imm, int32_t nic, uint64_t timeout_ns, uint64_t flag,
                                 uint64_t word, int *rc) {
-    return prepare(e, local, NULL, 0, loff, remote, NULL, 0, roff, 0, len, imm, nic, timeout_ns, flag, word, rc);
+    fab_draft draft = {.local = local,
+                       .loff = loff,
+                       .remote = remote,
+                       .roff = roff,
+                       .len = len,
+                       .timeout_ns = timeout_ns,
+                       .flag = flag,
+                       .imm = imm,
+                       .nic = nic};
+    return prepare(e, &draft, word, rc);
 }
 
 uint64_t fab_prepared_count(const fab_prepared *p, int32_t *refused) {

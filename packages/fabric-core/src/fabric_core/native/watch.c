@@ -1,5 +1,6 @@
 /* Watchers: words that somebody bumps (a host thread now, a GPU later); one thread per engine reads them all and only
- * publishes. Several steps may be seen as one: a callback gets a range (paper, section 3).
+ * publishes. Several steps may be seen as one: a callback gets a range (paper, section 3). A watch with a function of C has that
+ * called instead, on this thread; a keen one (a sequence's) is looked for without a pause while its changes are near.
  *
  * Nodes live in a pool and are never unmapped. The watcher thread alone takes closed ones off its list, under the set-up
  * lock; it sleeps when there is nothing to watch, and looks less often the longer nothing changes. */
@@ -12,18 +13,20 @@
 #define FAR_LOOK_NS 1000000ull
 #define IDLE_LOOK_NS 2000000ull /* ... after a second without a change */
 
+/* Queues the event that says how far a watch has come. */
+void fab_watch_tell(fab_engine *e, fab_watch *w, uint64_t value) {
+    /* latest before queued: the taker clears queued and then reads latest */
+    atomic_store_explicit(&w->latest, value, memory_order_seq_cst);
+    if (!atomic_exchange_explicit(&w->queued, 1, memory_order_seq_cst)) fab_event_push(e, &w->event, FAB_EV_WATCH);
+}
+
 static bool look(fab_engine *e, fab_watch *w) {
     uint64_t value = atomic_load_explicit(w->word, memory_order_acquire);
     if (value == w->published) return false;
     uint64_t old = w->published;
     w->published = value;
-    if (w->fn) {
-        w->fn(w->fn_arg, old, value);
-        return true;
-    }
-    /* latest before queued: the taker clears queued and then reads latest */
-    atomic_store_explicit(&w->latest, value, memory_order_seq_cst);
-    if (!atomic_exchange_explicit(&w->queued, 1, memory_order_seq_cst)) fab_event_push(e, &w->event, FAB_EV_WATCH);
+    if (w->fn) w->fn(w->fn_arg, old, value);
+    else fab_watch_tell(e, w, value);
     return true;
 }
 
@@ -52,19 +55,24 @@ static void pause_for(uint64_t ns) {
     nanosleep(&t, NULL);
 }
 
-static bool look_at_all(fab_engine *e) {
-    bool any = false;
+enum { CHANGED = 1, KEEN = 2, KEEN_CHANGED = 4 }; /* what a round has seen */
+
+static unsigned look_at_all(fab_engine *e) {
+    unsigned seen = 0;
     atomic_fetch_add_explicit(&e->watch_round, 1, memory_order_seq_cst); /* before `closed` is read: fab_watch_settle */
-    for (fab_watch *w = atomic_load_explicit(&e->watches, memory_order_acquire); w; w = w->next)
-        any = (!atomic_load_explicit(&w->closed, memory_order_seq_cst) && look(e, w)) || any;
+    for (fab_watch *w = atomic_load_explicit(&e->watches, memory_order_acquire); w; w = w->next) {
+        if (atomic_load_explicit(&w->closed, memory_order_seq_cst)) continue;
+        if (w->keen) seen |= KEEN;
+        if (look(e, w)) seen |= w->keen ? CHANGED | KEEN_CHANGED : CHANGED;
+    }
     atomic_fetch_add_explicit(&e->watch_round, 1, memory_order_release);
-    return any;
+    return seen;
 }
 
 static void *watcher_main(void *arg) {
     fab_engine *e = arg;
     pthread_setname_np(pthread_self(), "fabric-watch");
-    uint64_t changed = fab_now();
+    uint64_t changed = fab_now(), keen = 0;
     while (atomic_load_explicit(&e->watcher_on, memory_order_acquire)) {
         if (atomic_exchange_explicit(&e->watch_closed, 0, memory_order_acq_rel)) sweep(e);
         uint32_t open = atomic_load_explicit(&e->nwatches, memory_order_acquire);
@@ -73,17 +81,21 @@ static void *watcher_main(void *arg) {
             changed = fab_now();
             continue;
         }
-        bool any = look_at_all(e);
+        unsigned seen = look_at_all(e);
         uint64_t now = fab_now(), quiet = now - changed;
-        if (any) changed = now;
-        else if (quiet < SPIN_NS || e->cfg.busy) fab_relax();
+        if (seen & KEEN_CHANGED) keen = now;
+        /* Where there are processors for it: the layers of a model come milliseconds apart, and each is urgent. */
+        bool near = seen & KEEN && keen && now - keen < NEAR_NS && !e->cfg.hand_over;
+        if (seen & CHANGED) changed = now;
+        else if (near || quiet < SPIN_NS || e->cfg.busy) fab_relax();
         else pause_for(quiet < NEAR_NS ? LOOK_NS : quiet < FAR_NS ? FAR_LOOK_NS : IDLE_LOOK_NS);
     }
     look_at_all(e); /* what came before the close is answered: a stream may wait for that */
     return NULL;
 }
 
-int64_t fab_watch_add(fab_engine *e, uint64_t word, fab_watch_fn fn, void *arg, uint64_t *word_out) {
+static int64_t add(fab_engine *e, uint64_t word, fab_watch_fn fn, void *arg, bool keen, fab_watch **out,
+                   uint64_t *word_out) {
     if (!e) return -ESHUTDOWN;
     if (word % 8) return -EINVAL;
     pthread_mutex_lock(&e->setup);
@@ -106,17 +118,27 @@ int64_t fab_watch_add(fab_engine *e, uint64_t word, fab_watch_fn fn, void *arg, 
         w->word = word ? (_Atomic uint64_t *)(uintptr_t)word : &w->own;
         w->fn = fn;
         w->fn_arg = arg;
+        w->keen = keen;
         w->published = atomic_load_explicit(w->word, memory_order_acquire);
         atomic_store_explicit(&w->taken, w->published, memory_order_relaxed);
         atomic_store_explicit(&w->latest, w->published, memory_order_relaxed);
         *word_out = (uint64_t)(uintptr_t)w->word;
         w->next = atomic_load_explicit(&e->watches, memory_order_relaxed);
         id = w->id = (int64_t)FAB_HANDLE(fab_slot_gen(&w->slot), 0, w->slot.index);
+        if (out) *out = w; /* before its function can be called */
         atomic_store_explicit(&e->watches, w, memory_order_release); /* the thread sees it whole */
         if (atomic_fetch_add_explicit(&e->nwatches, 1, memory_order_acq_rel) == 0) fab_futex_wake_all(&e->nwatches);
     }
     pthread_mutex_unlock(&e->setup);
     return id;
+}
+
+int64_t fab_watch_add(fab_engine *e, uint64_t word, fab_watch_fn fn, void *arg, uint64_t *word_out) {
+    return add(e, word, fn, arg, false, NULL, word_out);
+}
+
+int64_t fab_watch_open(fab_engine *e, uint64_t word, fab_watch_fn fn, void *arg, fab_watch **out, uint64_t *word_out) {
+    return add(e, word, fn, arg, true, out, word_out);
 }
 
 int fab_watch_close(fab_engine *e, uint64_t id) {

@@ -33,7 +33,7 @@ class KvBenchRow(Model):
     # while layers compute
     compute_us: list[float]  #: of a layer, by chunk
     compute_origin: str
-    ready: str  #: who submits: the layer's hook ("busy": in a thread that computes), a watcher, or a thread that polls
+    ready: str  #: who submits: a hook ("busy": in a thread that computes), the engine's watcher, a thread that polls
     posted_p50_us: float  #: from "layer ready" until its last submit has returned
     posted_p99_us: float
     late_p50_us: float  #: of hooks, against the clock

@@ -13,7 +13,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fabric_core import DeadlineExceeded, FabricError, Flag, MrDesc, NetAddr, Transfer
+from fabric_core import (
+    DeadlineExceeded,
+    FabricError,
+    Flag,
+    MrDesc,
+    NetAddr,
+    PreparedSequence,
+    StepWrite,
+    Transfer,
+)
 from fabric_core.cli.session import Buffer, Session
 from fabric_kvcache.bench.content import fill
 from fabric_kvcache.bench.timed import Busy, TimedPrefill
@@ -159,7 +168,7 @@ class _Posting:
         self.transfers: list[Transfer] = []
         self._last = len(planned) * len(sender.layers)
         self._next = 0
-        self._error: BaseException | None = None
+        self._sequence: PreparedSequence | None = None
         self._prepared = self._prepare(0)
 
     def _prepare(self, number: int) -> list[tuple[Any, ...]]:
@@ -195,39 +204,35 @@ class _Posting:
             self._prepared = self._prepare(self._next)
 
     def follow(self, model: TimedPrefill) -> None:
-        """Submit in the callback of a watcher, which the model's hook bumps. Ready is when the word was stored."""
-        bumped: list[int] = []
+        """Let the engine submit when a word says so, which the model's hook bumps, as a GPU would: by a store.
 
-        def changed(_old: int, new: int) -> None:
-            try:
-                while self._next < new:
-                    number = self._next
-                    self.layer(*divmod(number, len(self.sender.layers)))
-                    self.found.ready_ns[number] = bumped[number]
-            except BaseException as error:
-                self._error = error
-                model.stop()
+        Ready is when it was stored, posted what the engine has noted. The tail is a step of its own.
+        """
+        sender, found, bumped = self.sender, self.found, self.found.ready_ns
+        rows = [
+            [
+                StepWrite(length, imm, src, dst, timeout=self.timeout)
+                for length, imm, src, dst, _flag in self._prepare(number)
+            ]
+            for number in range(self._last)
+        ]
+        tail, target = (sender._tail.handle, 0), (sender.desc, sender.work.tail_offset)
+        rows.append([StepWrite(sender.work.tail_bytes, self.imm, tail, target, timeout=self.timeout)])
+        self._sequence = sequence = sender.engine.prepare_sequence(rows)
 
-        watcher = self.sender.engine.alloc_uvm_watcher(changed)
-
-        def hook(chunk: int, place: int) -> None:
+        def hook(_chunk: int, _place: int) -> None:
             bumped.append(time.monotonic_ns())
-            watcher.value = chunk * len(self.sender.layers) + place + 1
+            steps = len(bumped)
+            sequence.value = steps if steps < self._last else steps + 1
 
-        try:
-            model.run(hook)
-            self._until_all_are_posted()
-        finally:
-            watcher.close()
-
-    def _until_all_are_posted(self) -> None:
+        model.run(hook)
         end = time.monotonic() + self.timeout
-        while self._next < self._last and self._error is None:
+        while sequence.submitted < len(rows):
             if time.monotonic() > end:
-                raise FabricError(f"the watcher told of {self._next} of {self._last} layers within {self.timeout:g} s")
+                raise FabricError(f"{sequence.submitted} of {len(rows)} steps were posted within {self.timeout:g} s")
             time.sleep(0.0005)
-        if self._error is not None:
-            raise self._error
+        found.began_ns = bumped[0]
+        found.posted_ns.extend(sequence.posted_ns[: self._last])
 
     def settle(self, timeout: float) -> None:
         """Wait until every write has ended here. Raises the first error that it finds.
@@ -237,3 +242,6 @@ class _Posting:
         end = time.monotonic() + timeout
         for transfer in reversed(self.transfers):
             transfer.wait(max(0.0, end - time.monotonic()))
+        if self._sequence is not None:
+            self._sequence.wait(timeout)
+            self._sequence.close()

@@ -166,6 +166,50 @@ fab_prepared *fab_prepare_paged(fab_engine *e, uint64_t local, const uint32_t *s
 uint64_t fab_prepared_count(const fab_prepared *p, int32_t *refused); /* submitted so far; the last refusal, or 0 */
 void fab_prepared_close(fab_prepared *p); /* waits until it is not being submitted */
 
+/* ---- sequences: a word counts steps, from 0; step k submits the k-th list of transfers ------------------------ */
+typedef struct fab_draft { /* one write (npages 0), or pages: what a submit takes */
+    uint64_t local, loff, sstride, remote, roff, dstride, len;
+    uint64_t timeout_ns, until_ns; /* until_ns: a time of the monotonic clock that it ends by, instead of timeout_ns */
+    uint64_t flag;
+    int64_t imm;
+    int32_t nic;
+    uint32_t npages;
+    const uint32_t *sidx, *didx; /* copied */
+    uint32_t step, lane; /* of a sequence: lanes (below 65536) are cancelled, and fail, each by itself */
+} fab_draft;
+typedef struct fab_sequence_opened {
+    uint64_t word, watch;
+    uint32_t item; /* the draft that is wrong, if one is */
+    int32_t rc;
+} fab_sequence_opened;
+typedef struct fab_sequence_state {
+    uint32_t submitted; /* steps; those of ended lanes are passed over */
+    uint32_t ended; /* steps, from the first, whose transfers have all ended */
+    uint64_t waits_for; /* a transfer that has not ended, or 0 */
+    uint64_t first_handle; /* of what went wrong first; 0: a submit was refused */
+    fab_outcome first; /* phase 0: nothing */
+} fab_sequence_state;
+typedef struct fab_sequence fab_sequence;
+/* `drafts` in the order of their steps. `word`: 0, or one that holds 0. `keep`: transfers are to be taken, and each change is
+ * told as a FAB_EV_WATCH; else they are released at their ends. NULL with out->rc. */
+fab_sequence *fab_sequence_new(fab_engine *e, const fab_draft *drafts, uint32_t n, uint32_t nsteps, uint64_t word,
+                               uint32_t keep, fab_sequence_opened *out);
+int64_t fab_sequence_step(fab_sequence *s,
+                          uint64_t value); /* sets the word, or adds 1 (value 0); submits in this thread */
+/* After it nothing of the lane (negative: of all) is submitted any more. Returns how many transfers never will be.
+ * under_way: those that were submitted are cancelled too. */
+uint32_t fab_sequence_cancel(fab_sequence *s, int64_t lane, uint32_t under_way);
+/* Steps from `step` on that were submitted, `most` at a time, and their times; `handles` has room for all of theirs. A handle
+ * of 0 was not submitted, or was taken before. */
+uint32_t fab_sequence_take(fab_sequence *s, uint32_t step, uint32_t most, uint64_t *handles, uint64_t *seen,
+                           uint64_t *posted);
+void fab_sequence_look(fab_sequence *s, fab_sequence_state *out);
+int32_t fab_sequence_lane(const fab_sequence *s, uint32_t lane); /* 0, or why nothing of it is submitted any more */
+/* When each step was seen, and when its last submit had returned: of the monotonic clock. */
+uint32_t fab_sequence_times(const fab_sequence *s, uint64_t *seen, uint64_t *posted, uint32_t from, uint32_t cap);
+int fab_sequence_close(fab_sequence *s); /* 1: it was open */
+void fab_sequence_free(fab_sequence *s); /* after the close */
+
 /* ---- limits of this machine, bytes per second, negative: not to be had -------------------------------------- */
 double fab_limit_stream(uint64_t bytes, uint64_t span,
                         double seconds); /* copies of `bytes` each, walking `span` bytes */

@@ -7,12 +7,14 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 HERE = str(Path(__file__).parent)
 sys.path.append(HERE)  # tests share moe_cases.py, which pytest's importlib mode does not find by itself
 
+import node_process  # noqa: E402
 import rank_process  # noqa: E402
 from moe_cases import Case  # noqa: E402
 
@@ -24,16 +26,18 @@ DEADLINE = 100.0  # seconds: the longest that anything may take which is meant t
 # Importing torch takes seconds: one process does it, and forks for each process that a test wants.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["rank_process", "fabric_moe.bench_rank"])
+FORKS.set_forkserver_preload(["rank_process", "node_process", "fabric_moe.bench_rank"])
 
 
 class Ranks:
-    """A process that runs `rank_process.serve`, with some ranks in it."""
+    """A process that runs `rank_process.serve`, or what else is given, with some ranks in it."""
 
-    def __init__(self, case: Case, ranks: list[int], board: Path, *words: str, job: str = "moe") -> None:
+    def __init__(
+        self, case: Case, ranks: list[int], board: Path, *words: str, job: str = "moe", serve: Any = rank_process.serve
+    ) -> None:
         self._pipe, theirs = FORKS.Pipe()
         arguments = (case.text(), ranks, f"file:{board}", job, list(words), theirs)
-        self.process = FORKS.Process(target=rank_process.serve, args=arguments, daemon=True)
+        self.process = FORKS.Process(target=serve, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
 
@@ -75,6 +79,11 @@ class Starter:
 
     def __call__(self, case: Case, ranks: list[int], *words: str, job: str = "moe") -> Ranks:
         self.started.append(Ranks(case, ranks, self.board, *words, job=job))
+        return self.started[-1]
+
+    def node(self, case: Case, rank: int, node: int) -> Ranks:
+        """A rank of a NodeGroup, which takes steps until it loses another one."""
+        self.started.append(Ranks(case, [rank], self.board, str(node), serve=node_process.serve))
         return self.started[-1]
 
 

@@ -73,6 +73,30 @@ def test_a_preset_that_is_none() -> None:
     assert "expert, rank and node" in invoke("simulate", "--way", "x", code=2).output
 
 
+def test_shapes_that_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "machine_memory", lambda: 1000)
+    words = r"3 ranks register \d+ bytes, this machine has 1000: lower --ranks or --tokens"
+    assert re.search(words, " ".join(invoke("bench", "--ranks", "3", code=2).output.split()))
+    monkeypatch.undo()
+    words = "topk=8 of experts=4: a token's experts are drawn without repetition"
+    assert words in " ".join(invoke("bench", "--preset", "decode", "--experts", "4", code=2).output.split())
+    assert "seed" in invoke("bench", "--seed", "-1", code=2).output
+    assert "ranks=12: a multiple of the 8 ranks of a node" in invoke("simulate", "--ranks", "12", code=2).output
+    invoke("simulate", "--ranks", "12", "--node", "4", "--nic", "cx7")
+    assert (
+        "a node without experts"
+        in invoke("simulate", "--preset", "small", "--ranks", "64", "--way", "node", code=2).output
+    )
+
+
+def test_more_ranks_than_experts() -> None:
+    """Each token goes to topk ranks at most, and to no fewer bytes than that; there is no once per node."""
+    data = json.loads(invoke("simulate", "--preset", "small", "--ranks", "64", "--nic", "cx7", "--json").stdout)["data"]
+    by_way = {one["way"]: one for one in data["answers"]}
+    assert set(by_way) == {"expert", "rank"}
+    assert by_way["rank"]["combine_bytes"] == by_way["expert"]["combine_bytes"]
+
+
 def test_simulate_prints_what_it_predicts() -> None:
     done = invoke("simulate", "--nic", "cx7", "--ranks", "64", "--way", "expert", "--json")
     data = json.loads(done.stdout)["data"]
@@ -107,14 +131,16 @@ def test_fewer_bytes_are_faster_and_never_below_the_limit() -> None:
 
 
 def test_distinct_targets_are_those_of_the_literature() -> None:
-    assert targets(256, 32, 8, 8) == pytest.approx(5.29, abs=0.01)
-    assert targets(256, 4, 64, 8) == pytest.approx(7.68, abs=0.01)
+    assert targets(256, [32] * 8, 8) == pytest.approx(5.29, abs=0.01)
+    assert targets(256, [4] * 64, 8) == pytest.approx(7.68, abs=0.01)
+    assert targets(16, [1] * 16 + [0] * 48, 4) == pytest.approx(4)
+    assert targets(3, [2, 1], 2) == pytest.approx(2 - 1 / 3)  # of the three pairs, one lies on the first alone
 
 
 def test_the_wire_is_the_engine_s() -> None:
     """The combine of a simulated step is one scatter of the predictor, less the way of the completion back."""
     found = simulate("cx7", 64, way="rank")
-    rows = 128 * targets(256, 4, 64, 8) / 64
+    rows = 128 * targets(256, [4] * 64, 8) / 64
     wire = predict("cx7", "scatter", size=round(rows * 14336), peers=56).seconds - 5380e-9
     assert found.wire_combine_us == pytest.approx(wire * 1e6)
 

@@ -1,22 +1,22 @@
-"""What can be said of the path on GPUs without a GPU: memory, words, cards, the cache of kernels, clear refusals."""
+"""What can be said of the path on GPUs without a GPU: layout, structures, the cache of kernels, clear refusals."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric_core import BackendError, BadRange, ConfigError, ProtocolError, TransferEngine, Unsupported
-from fabric_moe import MoeConfig, MoeGroup, RankLost, StepError, Table
+from fabric_core import ConfigError, TransferEngine, Unsupported
+from fabric_moe import MoeConfig, MoeGroup, Table
+from fabric_moe.cuda import arguments, driver, generation, halves, report
 from fabric_moe.cuda import compile as nvrtc
-from fabric_moe.cuda import driver, generation, halves, report
 from fabric_moe.cuda.layout import GpuLayout
 
 SHAPE: dict[str, Any] = {"ranks": 4, "experts": 10, "topk": 3, "hidden": 40, "max_tokens": 7}
@@ -33,15 +33,16 @@ def members(name: str) -> list[tuple[str, int]]:
         kind, _, names = re.sub(r"//.*", "", line).strip().rstrip(";").replace("const ", "").partition(" ")
         for word in filter(None, names.split(", ")):
             size = 8 if "*" in kind + word else SIZES.get(kind, 0)
-            found.append((word.lstrip("*"), size or ctypes.sizeof(generation.Common)))
+            plain, _, count = word.lstrip("*").partition("[")
+            found.append((plain, (size or ctypes.sizeof(generation.Common)) * int(count.rstrip("]") or 1)))
     return found
 
 
 @pytest.mark.parametrize(
     ("name", "here"),
     [
-        ("Host", report.Words), ("Common", generation.Common), ("SendArgs", halves._Send), ("RecvArgs", halves._Recv),
-        ("BackArgs", halves._Back), ("SumArgs", halves._Sum),
+        ("Host", report.Words), ("Common", generation.Common), ("SendArgs", arguments.Send),
+        ("RecvArgs", arguments.Recv), ("BackArgs", arguments.Back), ("SumArgs", arguments.Sum),
     ],
 )  # fmt: skip
 def test_structures_are_those_of_the_kernels(name: str, here: type[ctypes.Structure]) -> None:
@@ -49,14 +50,34 @@ def test_structures_are_those_of_the_kernels(name: str, here: type[ctypes.Struct
 
 
 def test_codes_are_those_of_the_kernels() -> None:
-    for name in ("LOST", "BAD_ID", "BAD_LIVE", "OVERFLOW", "DISCARDED"):
-        value = re.search(rf"#define {name} (\d+)", nvrtc.source())
-        assert value is not None
-        assert int(value[1]) == getattr(report, name)
-    assert halves._DISCARDED == report.DISCARDED
-    assert f"#define THREADS {halves._THREADS}" in nvrtc.source()
-    assert members("Local")[:4] == [("epoch[16]", 4), ("done[2]", 4), ("broken", 4), ("unreachable", 4)]
-    assert generation.UNREACHABLE_AT == 4 * (16 + 2 + 1)
+    def value(name: str) -> int:
+        found = re.search(rf"#define {name} (\d+)", nvrtc.source())
+        assert found is not None
+        return int(found[1])
+
+    for name in ("BAD_ID", "BAD_LIVE", "OVERFLOW", "DISCARDED"):
+        assert value(name) == getattr(report, name)
+    assert value("FLAG_DISCARDED") == halves._DISCARDED
+    assert value("THREADS") == halves._THREADS
+    local = members("Local")
+    assert local[:4] == [("epoch", 64), ("done", 8), ("broken", 4), ("unreachable", 4)]
+    assert generation.UNREACHABLE_AT == 64 + 8 + 4
+    before = sum(size for _, size in local[:-1])
+    assert local[-1] == ("culprits", 8)
+    assert before % 8 == 0
+    assert before + 8 <= GpuLayout.of(MoeConfig(**SHAPE)).peers_at
+
+
+def test_a_block_takes_no_more_tokens_than_its_memory_holds() -> None:
+    """Many tokens with a large top-k: more blocks rather than a launch that the driver refuses."""
+    config = MoeConfig(ranks=8, experts=512, topk=128, hidden=64, max_tokens=1 << 17)
+    layout = GpuLayout.of(config)
+    device = SimpleNamespace(multiprocessors=132, shared_limit=226 << 10)
+    gen: Any = SimpleNamespace(layout=layout, device=device)
+    assert halves._each(gen, 1 << 17) == 512
+    each = halves._each_sent(gen, 1 << 17)
+    assert layout.send_shared(each) <= device.shared_limit < layout.send_shared(2 * each)
+    assert halves._each_sent(gen, 4096) == halves._each(gen, 4096)
 
 
 @settings(max_examples=80, deadline=None)
@@ -111,40 +132,6 @@ def test_memory_of_known_shapes() -> None:
 def test_shapes_that_kernels_do_not_take(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         GpuLayout.of(MoeConfig(**{**SHAPE, **change}))
-
-
-# ---- what a kernel says ---------------------------------------------------------------------------------------------
-
-
-def said(**values: int) -> report.Report:
-    words = report.Words(**values)
-    made = report.Report(ctypes.addressof(words), 1, 10, {2: "local://x"})
-    made.keep = words  # type: ignore[attr-defined]
-    return made
-
-
-def test_errors_name_what_is_wrong() -> None:
-    assert said().error() is None
-    lost = said(code=report.LOST, culprits=0b110).error()
-    assert isinstance(lost, RankLost)
-    assert lost.ranks == (1, 2)
-    assert "rank 1 (this rank), rank 2 at local://x" in str(lost)
-    for code, words, kind in [
-        (report.BAD_ID, "token 5 named expert 99: experts go from 0 to 9", BadRange),
-        (report.BAD_LIVE, "live=5, topk_ids has 99 tokens", BadRange),
-        (report.OVERFLOW, "a view needed 5 rows, its capacity is 99", BadRange),
-        (report.DISCARDED, r"ranks \[0, 2\] discarded", StepError),
-    ]:
-        found = said(code=code, first=5, second=99).error()
-        assert isinstance(found, kind)
-        assert re.search(words, str(found))
-
-
-def test_what_costs_one_step_is_said_once_and_what_ends_a_group_always() -> None:
-    once = said(code=report.BAD_ID | report.BAD_LIVE)
-    assert [type(once.error()) for _ in range(3)] == [BadRange, BadRange, type(None)]
-    always = said(code=report.LOST, culprits=1)
-    assert [type(always.error()) for _ in range(2)] == [RankLost, RankLost]
 
 
 # ---- the cache of kernels -------------------------------------------------------------------------------------------
@@ -214,124 +201,14 @@ def test_a_driver_that_is_missing_is_named(engines: list[TransferEngine], monkey
         MoeGroup.open(engines[0], MoeConfig(**{**SHAPE, "ranks": 1}), 0, Table(), device="gpu")
 
 
-# ---- cards ----------------------------------------------------------------------------------------------------------
-
-
-class FakeDevice:
-    """A GPU in name only."""
-
-    def __init__(self) -> None:
-        self.number, self.arch, self.multiprocessors = 0, "sm_90", 132
-        self.words = ctypes.create_string_buffer(64)
-        self.held: list[int] = []
-        self.opened: list[bytes] = []
-        self.closed = 0
-        self.full = False
-        self.peers: tuple[int, ...] = ()
-
-    def load(self, image: bytes) -> bytes:
-        return image
-
-    def kernel(self, module: Any, name: str) -> str:
-        return name
-
-    def allocate(self, nbytes: int) -> int:
-        if self.full:
-            raise BackendError("cuMemAlloc_v2: out of memory (2)")
-        self.held.append(0x1000 * (len(self.held) + 1))
-        return self.held[-1]
-
-    def free(self, at: int) -> None:
-        self.held.remove(at)
-
-    def free_host(self, at: int) -> None:
-        pass
-
-    def host_words(self, nbytes: int) -> int:
-        return ctypes.addressof(self.words)
-
-    def put(self, at: int, data: bytes) -> None:
-        self.peers = tuple(memoryview(data).cast("Q"))
-
-    def handle_of(self, at: int) -> bytes:
-        return at.to_bytes(64, "little")
-
-    def open_handle(self, handle: bytes) -> int:
-        self.opened.append(handle)
-        return 0xA000 + len(self.opened)
-
-    def close_handle(self, at: int) -> None:
-        self.closed += 1
-
-    def synchronize(self) -> None:
-        pass
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    made = FakeDevice()
-    monkeypatch.setattr(generation, "device", lambda number: made)
-    monkeypatch.setattr(nvrtc, "cubin", lambda macros, arch: b"image")
-    return made
-
-
-def test_ranks_meet_by_address_or_by_handle(fake: FakeDevice, engines: list[TransferEngine]) -> None:
-    """Two ranks of this process, and two that another process has: its memory is opened once for each of ours."""
-    config = MoeConfig(**SHAPE)
-    ours = [generation.GpuGeneration(engines[0], config, r, 0, range(4), "cuda:0") for r in range(2)]
-    cards = {r: gen.card() for r, gen in enumerate(ours)}
-    for r in (2, 3):
-        cards[r] = json.dumps({**json.loads(cards[0]), "rank": r, "process": "other", "handle": f"{r:0128x}"})
-    for gen in ours:
-        gen.connect(cards)
-        assert fake.peers == (ours[0].inbound, ours[1].inbound, 0xA001, 0xA002)
-    assert len(fake.opened) == 2
-    assert ours[0].common(1).alive == 0b1111
-    ours[0].close()
-    assert fake.closed == 0  # the other one still uses them
-    ours[1].close()
-    ours[1].close()
-    assert fake.closed == 2
-    assert fake.held == []
-
-
-def test_memory_of_a_broken_generation_is_kept(fake: FakeDevice, engines: list[TransferEngine]) -> None:
-    gen = generation.GpuGeneration(engines[0], MoeConfig(**SHAPE), 0, 0, range(4), "cuda:0")
-    report.Words.from_address(ctypes.addressof(fake.words)).code = report.LOST
-    gen.close()
-    assert len(fake.held) == 2
-
-
-def test_memory_that_is_not_to_be_had(fake: FakeDevice, engines: list[TransferEngine]) -> None:
-    fake.full = True
-    with pytest.raises(BackendError, match=r"out of memory.*lower max_tokens or depth"):
-        generation.GpuGeneration(engines[0], MoeConfig(**SHAPE), 0, 0, range(4), "cuda:0")
-
-
-@pytest.mark.parametrize(
-    ("change", "kind", "words"),
-    [
-        ({"kind": None}, ProtocolError, "opened for host memory"),
-        ({"version": 2}, ProtocolError, "speaks version 2"),
-        ({"shape": {}}, ProtocolError, "another shape: ranks is None there and 4 here"),
-        ({"shape": 7}, ProtocolError, "another shape"),
-        ({"rank": 3}, ProtocolError, "is that of rank 3"),
-        ({"members": [0, 1]}, ProtocolError, "mask the same ranks"),
-        ({"handle": "ab"}, ProtocolError, "a handle of 1 bytes"),
-        ({"handle": "xy"}, ProtocolError, "is no card"),
-        ({"process": "other", "boot": "elsewhere"}, ConfigError, "on another host"),
-    ],
-)
-def test_cards_that_are_wrong(
-    fake: FakeDevice, engines: list[TransferEngine], change: dict[str, Any], kind: type[Exception], words: str
-) -> None:
-    gen = generation.GpuGeneration(engines[0], MoeConfig(**SHAPE), 0, 0, range(4), "cuda:0")
-    card = json.loads(gen.card())
-    cards = {r: json.dumps({**card, "rank": r}) for r in range(4)}
-    cards[1] = json.dumps({**card, "rank": 1, **change})
-    with pytest.raises(kind, match=words):
-        gen.connect(cards)
-    for text in ("", "[]", "{", "7"):
-        with pytest.raises(ProtocolError, match="no card"):
-            gen.connect({**cards, 1: text})
-    gen.close()
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_kernels_compile(arch: str) -> None:
+    """For each kind of GPU, which need not be there, with scales and without."""
+    try:
+        nvrtc._nvrtc()
+    except Unsupported as error:
+        pytest.skip(str(error))
+    for more in ({}, {"scale_bytes": 6, "dtype": "float8_e4m3fn", "wire_dtype": "float16"}):
+        macros = GpuLayout.of(MoeConfig(**{**SHAPE, **more})).macros()
+        options = [*nvrtc._OPTIONS, f"--gpu-architecture={arch}", *(f"-D{name}={n}" for name, n in macros.items())]
+        assert len(nvrtc._compile(nvrtc.source(), options)) > 10_000

@@ -99,6 +99,18 @@ def test_a_rank_comes_back(processes: Any) -> None:
     all_say([*started[:3], again], "steps 3 5", "ok 5")
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_of_a_node_is_gone(processes: Any, how: signal.Signals) -> None:
+    """Whoever hears of it leaves at once, with its engine; those that it leaves waiting still name the first one."""
+    started = [processes.node(CASE, rank, 2) for rank in range(4)]
+    for word in ("open", "going"):
+        for process in started:
+            process.hear(word)
+    os.kill(started[3].pid, how)
+    for process in started[:3]:
+        assert process.hear("lost").split()[1] == "3"
+
+
 def test_many_steps_with_stalls_and_a_kill(processes: Any) -> None:
     """Random routing, ranks that are stopped for a moment all the time, and one that is killed in the middle."""
     dice = random.Random(7)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from moe_cases import Case, compute, dispatch, finish, given, run_steps, same, view_of, wanted
 
-from fabric_core import BadRange, DeadlineExceeded, ProtocolError, TransferEngine
-from fabric_moe import MoeConfig, MoeGroup, RankLost, StepError, Table
+from fabric_core import BadRange, ProtocolError
+from fabric_moe import MoeGroup, RankLost, StepError
 from fabric_moe.dispatch import send_rest
 
 CASE = Case(ranks=2, experts=5, topk=3, hidden=16, tokens=[7, 4])
@@ -233,53 +233,3 @@ def test_counts_that_no_rank_can_have_are_refused(opened: Any, what: str) -> Non
         steps[1].places = None
     with pytest.raises(ProtocolError, match="rank 0 says"):
         send_rest(groups[1], steps[1])
-
-
-def test_ranks_that_call_in_different_orders_are_told(opened: Any) -> None:
-    groups = opened(CASE)
-    groups[1].next_step = 3  # as if it had made two calls that rank 0 did not make
-    steps = [dispatch(CASE, group, 0) for group in groups]
-    with pytest.raises(ProtocolError, match="same calls in the same order"):
-        groups[0].dispatch_recv(steps[0])
-    with pytest.raises(ProtocolError):  # and the group is broken
-        dispatch(CASE, groups[0], 1)
-
-
-def test_shapes_that_differ_are_named(engines: list[TransferEngine]) -> None:
-    table = Table()
-    mine, theirs = CASE.config, MoeConfig(**{**vars_of(CASE.config), "hidden": 32})
-    one = MoeGroup(engines[0], theirs, 1, table, "shapes")
-    with pytest.raises(ProtocolError, match="hidden is 32 there and 16 here"):
-        MoeGroup.open(engines[0], mine, 0, table, job="shapes")
-    one.close()
-
-
-def vars_of(config: MoeConfig) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in config.__dataclass_fields__}
-
-
-def test_a_rank_that_never_comes(engines: list[TransferEngine]) -> None:
-    with pytest.raises(DeadlineExceeded, match=r"lonely\.g0\.r1"):
-        MoeGroup.open(engines[0], CASE.config, 0, Table(), job="lonely", timeout=0.05)
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"version":9}', "x" * 1000, '{"version":1,"shape":3}'])
-def test_a_card_that_is_none(engines: list[TransferEngine], text: str) -> None:
-    table = Table()
-    table.publish("cards.g0.r1", text)
-    with pytest.raises(ProtocolError, match="rank 1"):
-        MoeGroup.open(engines[0], CASE.config, 0, table, job="cards", timeout=5)
-
-
-def test_groups_come_and_go_without_leaving_anything(engines: list[TransferEngine]) -> None:
-    """A hundred groups, two at a time over the same engines: immediates and registrations are given back."""
-    before = [(engine.stats()["inflight"], len(engine._owners)) for engine in engines]
-    for i in range(50):
-        table = Table()
-        a = MoeGroup.open_many(engines, CASE.config, [0, 1], table, job=f"a{i}")
-        b = MoeGroup.open_many(engines, CASE.config, [0, 1], table, job=f"b{i}")
-        if i % 10 == 0:
-            assert run_steps(CASE, a, 1) + run_steps(CASE, b, 2) == 6
-        for group in (*a, *b):
-            group.close()
-    assert [(engine.stats()["inflight"], len(engine._owners)) for engine in engines] == before

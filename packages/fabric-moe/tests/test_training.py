@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -135,6 +136,29 @@ def test_recomputing_gives_the_same_gradients(job: Job) -> None:
 
 
 @pytest.mark.parametrize("job", ["float64"], indirect=True)
+def test_experts_that_are_frozen(job: Job) -> None:
+    """All of one, and one parameter of the others: gradients of the rest, and of what goes in, are what they were."""
+    found: list[list[Any]] = []
+    for frozen in (False, True):
+        for e, module in enumerate(module for layer in job.layers for module in layer.experts):
+            module.zero_grad()
+            for i, p in enumerate(module.parameters()):
+                p.requires_grad_(not frozen or (e != 1 and i != 2))
+        given = [inputs(rank, job.kind) for rank in range(RANKS)]
+
+        def run(rank: int, given: list[Any] = given) -> None:
+            job.layers[rank](*given[rank]).sin().sum().backward()
+
+        job.on_all(run)
+        every = [p for layer in job.layers for p in layer.experts.parameters()]
+        found.append([t.grad for one in given for t in (one[0], one[2])] + [p.grad for p in every])
+        assert [p.grad is None for p in every if not p.requires_grad] == [True] * (8 if frozen else 0)  # 4 + 4 x 1
+    assert sum(g is not None for g in found[0]) > sum(g is not None for g in found[1]) > 6
+    for free, kept in zip(*found, strict=True):
+        assert kept is None or torch.equal(free, kept)
+
+
+@pytest.mark.parametrize("job", ["float64"], indirect=True)
 def test_tokens_beyond_an_experts_capacity_are_dropped_by_an_id_of_none(job: Job) -> None:
     """A caller's capacity: what is beyond gets -1; it adds nothing, and no gradient flows through it."""
     given = [inputs(rank, job.kind) for rank in range(RANKS)]
@@ -186,8 +210,11 @@ def test_groups_that_do_not_fit(engines: list[TransferEngine]) -> None:
     two = MoeGroup.open_many(engines, shape, range(RANKS), table, job="b")
     with pytest.raises(ConfigError, match="backward_config"):
         moe_layer(one[0], two[0], [])
+    raw = MoeGroup.open_many(engines, replace(shape, dtype="int8"), range(RANKS), table, job="d")
+    with pytest.raises(ConfigError, match="dtype='int8' has no gradients"):
+        moe_layer(raw[0], two[0], [])
     back = MoeGroup.open_many(engines, backward_config(shape), range(RANKS), table, job="c")
     with pytest.raises(ConfigError, match="holds 2 experts, 0 modules"):
         moe_layer(one[0], back[0], [])
-    for group in (*one, *two, *back):
+    for group in (*one, *two, *back, *raw):
         group.close()

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from fabric_core import BackendError
+from fabric_core import BackendError, ConfigError
 from fabric_core.cli.models import Model
 from fabric_moe.bench_order import PHASES, Order
-from fabric_moe.config import MoeConfig
+from fabric_moe.config import MoeConfig, machine_memory
 from fabric_moe.dtypes import bits_of
 
 __all__ = ["Figures", "MoeBench", "Phase", "run"]
@@ -63,7 +63,19 @@ class MoeBench(Model):
 
 
 def run(config: MoeConfig, *, steps: int, warmup: int, backend: str, seed: int, limit: float) -> Figures:
-    """Run one group, each rank a process, for at most `limit` seconds. Raises BackendError if a rank fails."""
+    """Run one group, each rank a process, for at most `limit` seconds.
+
+    Raises ConfigError for a shape that cannot be measured, BackendError if a rank fails.
+    """
+    if config.topk > config.experts:
+        raise ConfigError(
+            f"topk={config.topk} of experts={config.experts}: a token's experts are drawn without repetition; "
+            "lower --topk, or raise --experts"
+        )
+    if (wanted := config.memory()["total"] * config.ranks) > (most := machine_memory()):
+        raise ConfigError(
+            f"{config.ranks} ranks register {wanted} bytes, this machine has {most}: lower --ranks or --tokens"
+        )
     forks = multiprocessing.get_context("forkserver")  # importing torch takes seconds: one process does it for all
     forks.set_forkserver_preload(["torch", "fabric_moe.bench_rank"])  # no effect if the program has one running already
     from fabric_moe import bench_rank

@@ -40,7 +40,7 @@ def bench_command(
     steps: Annotated[int, typer.Option("-n", "--steps", min=1, max=1_000_000, help="Measured steps.")] = 200,
     warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 20,
     backend: Annotated[str, typer.Option(help="NIC backend, see `fabric plugins`.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Of tokens and routing.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of tokens and routing.")] = 0,
     limit: Annotated[float, typer.Option(min=1, help="Seconds that a run may take.")] = 600.0,
     json: Json = False,
 ) -> None:

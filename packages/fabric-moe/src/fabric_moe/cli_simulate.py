@@ -59,6 +59,7 @@ def simulate_command(
     """
     from fabric_core.cli.models import Report
     from fabric_core.cli.render import emit_json
+    from fabric_moe.presets import preset as named
     from fabric_moe.simulate import KERNELS, simulate, table_checks
 
     if kernels not in KERNELS:
@@ -80,6 +81,7 @@ def simulate_command(
         for n in nic or ["cx7", "efa-p5en"]
         for r in ranks or [8, 16, 32, 64, 128, 256]
         for w in ways
+        if way or w != "node" or r <= max(node, named(preset).experts)  # which NodeGroup does not take
     ]
     checks = table_checks()
     if json:

@@ -9,7 +9,6 @@ So the order of every sum is fixed by the routing alone: the same input gives th
 
 from __future__ import annotations
 
-import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from fabric_core import BadRange, ProtocolError
 from fabric_moe import faults, kernels
-from fabric_moe.dtypes import as_rows, bits_of, is_torch, to_torch
+from fabric_moe.dtypes import FLOATS, as_rows, bits_of, is_torch, to_torch, type_name
 from fabric_moe.errors import StepError
 from fabric_moe.generation import SUMS, Generation, Write
 from fabric_moe.layout import HEAD, HEAD_TYPE, MAGIC
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from fabric_moe.group import MoeGroup
     from fabric_moe.views import View
 
-__all__ = ["DISCARDED", "receive", "send"]
+__all__ = ["DISCARDED", "receive", "result_type", "send"]
 
 DISCARDED = 1  #: flag of a head: this rank computes nothing for the step
 
@@ -50,13 +49,26 @@ def send(group: MoeGroup, view: View, y: Any, weighted: bool, dtype: str | None)
     gen, config = step.generation, group.config
     if step is not group.steps[step.slot] or gen is not group.generation:
         raise StepError(f"{step!r} belongs to another group, or to a generation that is over")
-    name = dtype or (str(y.dtype).removeprefix("torch.") if is_torch(y) else config.out_dtype)
-    flat = y.reshape(-1, config.hidden) if len(y.shape) == 3 else y
-    made = as_rows(flat, config.hidden * bits_of(name) // 8, "y")
+    name = result_type(y, dtype, config.out_dtype)
+    if len(y.shape) == 3 and y.shape[2] == config.hidden:
+        y = y.reshape(y.shape[0] * y.shape[1], config.hidden)
+    made = as_rows(y, config.hidden * bits_of(name) // 8, "y", name)
     if len(made) != view.rows:
         raise BadRange(f"y has {len(made)} rows, the view that it belongs to has {view.rows}")
     _send_blocks(group, step, lambda lo, hi, out: kernels.weigh(view, made, name, config, lo, hi, weighted, out), 0)
     step.state = RETURNED
+
+
+def result_type(y: Any, dtype: str | None, bits: str) -> str:
+    """Return the type of the experts' results: as told, or their own; integers are bits of the type `bits`."""
+    if not hasattr(y, "dtype"):
+        raise BadRange(f"y is a {type(y).__name__}: a torch tensor or a numpy array is wanted")
+    name = dtype or type_name(y)
+    if dtype is None and not is_torch(y) and name.startswith(("int", "uint")):
+        name = bits
+    if name not in FLOATS:
+        raise BadRange(f"y is of {name}: experts' results are {', '.join(FLOATS)}; convert them, or give dtype=")
+    return name
 
 
 def discard(group: MoeGroup, step: Step) -> None:
@@ -100,10 +112,10 @@ def receive(group: MoeGroup, step: Step, out: Any, accumulate: bool, timeout: fl
     deadline = time.monotonic() + timeout
     counts = step.route.counts
     heads = {d: gen.inbound.head_at(gen.layout.sums_at(slot, d, int(step.route.starts[d]))) for d in gen.members}
-    arrived = gen.engine.expect_imm_count(gen.imms[slot][SUMS], len(heads), timeout=math.inf, peers=gen.peers)
     faults.wait(
-        group, arrived, step, "sums", deadline, lambda: [d for d in gen.members if int(heads[d]["step"]) != step.number]
-    )
+        group, lambda peers: gen.expect(slot, SUMS, len(heads), peers), step, "sums", deadline,
+        lambda: [d for d in gen.members if int(heads[d]["step"]) != step.number],
+    )  # fmt: skip
     for d, head in heads.items():
         found = (int(head["magic"]), int(head["generation"]), int(head["step"]), int(head["rank"]))
         if found != (MAGIC, gen.number, step.number, d):
@@ -129,7 +141,7 @@ def _target(group: MoeGroup, step: Step, out: Any) -> tuple[Any, Any]:
     contiguous = out.is_contiguous() if is_torch(out) else out.flags.c_contiguous and out.flags.writeable
     if not contiguous:
         raise BadRange("out= must be contiguous and writable")
-    rows = as_rows(out, size, "out")
+    rows = as_rows(out, size, "out", config.out_dtype)
     if len(rows) != tokens:
         raise BadRange(f"out has {len(rows)} rows, step {step.number} has {tokens} tokens")
     return out, rows

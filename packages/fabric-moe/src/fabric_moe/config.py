@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 
@@ -11,9 +12,14 @@ from numpy.typing import NDArray
 from fabric_core import BadRange, ConfigError
 from fabric_moe.dtypes import bits_of, check_float
 
-__all__ = ["MoeConfig"]
+__all__ = ["MoeConfig", "machine_memory"]
 
 _ALIGN = 16  #: of a row: whatever is in it may be loaded as vectors
+
+
+def machine_memory() -> int:
+    """Return the bytes of memory that this machine has; who takes more of it than that is killed, not refused."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _up(n: int, to: int) -> int:

@@ -9,55 +9,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
-from fabric_core import BadRange, TransferEngine, Unsupported
+from fabric_core import BadRange, Unsupported
 from fabric_moe.config import MoeConfig
+from fabric_moe.deepep_other import OtherCalls
+from fabric_moe.deepep_parts import BLOCK, Event, Handle, in_bytes, padded, to_fp8
 from fabric_moe.errors import StepError
-from fabric_moe.group import MoeGroup
-from fabric_moe.meet import Board
 
 __all__ = ["Buffer", "Event", "Handle"]
 
-_BLOCK = 128  # numbers of a token that share a scale
-_FP8_MAX = 448.0
 
-
-class Event:
-    """DeepEP's EventOverlap, of work that is over."""
-
-    def current_stream_wait(self) -> None:
-        """Nothing to wait for."""
-
-
-@dataclass(slots=True)
-class Handle:
-    """What `combine` needs of a dispatch. A handle may be dispatched with again: same routing, other tokens."""
-
-    group: MoeGroup
-    step: Any
-    ids: Any
-    weights: Any
-    experts: int
-    view: Any = None
-
-
-class Buffer:
+class Buffer(OtherCalls):
     """One rank's buffer. Groups are opened at the first call with a shape, which all ranks make together.
 
     Args:
         engine, board, rank: as for `MoeGroup.open`. ranks: of the group.
         max_tokens: of one rank in `dispatch`. job: name of this buffer on the board.
     """
-
-    def __init__(
-        self, engine: TransferEngine, board: Board, rank: int, ranks: int, *, max_tokens: int = 4096,
-        job: str = "deepep", timeout: float = 10.0,
-    ) -> None:  # fmt: skip
-        self._engine, self._board, self.rank, self.ranks = engine, board, rank, ranks
-        self._max_tokens, self._job, self._timeout = max_tokens, job, timeout
-        self._groups: dict[tuple[Any, ...], MoeGroup] = {}
 
     # ---- throughput
 
@@ -68,6 +37,11 @@ class Buffer:
         """Return (tokens for each rank [R], None, for each expert [E], is_token_in_rank [T, R], event)."""
         import torch
 
+        if topk_idx.numel() and (int(topk_idx.min()) < -1 or int(topk_idx.max()) >= num_experts):
+            raise BadRange(
+                f"topk_idx goes from {int(topk_idx.min())} to {int(topk_idx.max())}: experts go from 0 to "
+                f"{num_experts - 1}, -1 is none"
+            )
         owner = self._owner(topk_idx, num_experts)
         per_expert = torch.bincount(topk_idx[topk_idx >= 0].flatten(), minlength=num_experts).int()
         hit = torch.zeros((len(topk_idx), self.ranks + 1), dtype=torch.bool)
@@ -103,18 +77,17 @@ class Buffer:
                 raise BadRange("dispatch needs topk_idx and num_tokens_per_expert, or a handle")
             experts = len(num_tokens_per_expert)
         group = self._group(experts, topk_idx.shape[1], tokens, scales, self._max_tokens)
-        step = group.dispatch_send(tokens, topk_idx, topk_weights, scales=_bytes(scales))
-        received = group.dispatch_recv(step)
-        view = received.compact()
-        rows = len(received)
+        step = group.dispatch_send(tokens, topk_idx, topk_weights, scales=in_bytes(scales))
+        made = Handle(group, step, topk_idx, topk_weights, experts)
+        view = made.take()
+        rows = view.rows
         if num_worst_tokens and rows > num_worst_tokens:
             raise BadRange(f"{rows} rows arrived, num_worst_tokens is {num_worst_tokens}")
         room = num_worst_tokens or rows
-        out = _padded(view.tensor(), room)
+        out = padded(view.tensor(), room)
         if scales is not None:
             flat = torch.from_numpy(view.scales).view(scales.dtype) if rows else scales[:0]
-            out = (out, _padded(flat, room))
-        made = Handle(group, step, topk_idx, topk_weights, experts, view)
+            out = (out, padded(flat, room))
         if handle is not None:
             handle.step, handle.view, handle.group = step, view, group
         if cached:
@@ -122,8 +95,8 @@ class Buffer:
         local = torch.from_numpy(view.local_ids).long()
         heavy = torch.where(local >= 0, torch.from_numpy(view.weights), 0)
         counts = [-(-int(n) // expert_alignment) * expert_alignment for n in view.counts]
-        weights = None if topk_weights is None else _padded(heavy, room)
-        return out, _padded(local, room, -1), weights, [] if num_worst_tokens else counts, made, Event()
+        weights = None if topk_weights is None else padded(heavy, room)
+        return out, padded(local, room, -1), weights, [] if num_worst_tokens else counts, made, Event()
 
     def combine(
         self, x: Any, handle: Handle, topk_weights: Any = None, bias: Any = None, config: Any = None,
@@ -134,8 +107,8 @@ class Buffer:
         bias: a tensor or two, [T, H], added to the sum.
         """
         biases = [] if bias is None else list(bias) if isinstance(bias, tuple | list) else [bias]
-        rows = handle.view.rows
-        group = handle.group
+        handle.revive()
+        rows, group = handle.view.rows, handle.group
         group.combine_send(handle.view, x[:rows])
         first = biases[0].clone() if biases else None
         out = group.combine_recv(handle.step, out=first, accumulate=first is not None)
@@ -173,23 +146,23 @@ class Buffer:
             raise Unsupported("use_ue8m0: packed exponents are not made here; take float32 scales with round_scale")
         hidden, scales = x.shape[1], None
         if use_fp8:
-            if hidden % _BLOCK:
-                raise BadRange(f"hidden={hidden}: a multiple of {_BLOCK} for fp8 with scales")
-            x, scales = _to_fp8(x, round_scale)
+            if hidden % BLOCK:
+                raise BadRange(f"hidden={hidden}: a multiple of {BLOCK} for fp8 with scales")
+            x, scales = to_fp8(x, round_scale)
         most = num_max_dispatch_tokens_per_rank
         group = self._group(num_experts, topk_idx.shape[1], x, scales, most)
-        step = group.dispatch_send(x, topk_idx, scales=_bytes(scales))
+        step = group.dispatch_send(x, topk_idx, scales=in_bytes(scales))
         held, room = len(group.config.experts_of(self.rank)), self.ranks * most
         out = torch.zeros((held, room, hidden), dtype=x.dtype)
         counts = torch.zeros(held, dtype=torch.int32)
         # the scales of one number of all rows lie side by side, as DeepGEMM wants them
-        factors = torch.zeros((held, hidden // _BLOCK, room)).transpose(1, 2) if use_fp8 else None
-        handle = Handle(group, step, topk_idx, None, num_experts)
+        factors = torch.zeros((held, hidden // BLOCK, room)).transpose(1, 2) if use_fp8 else None
+        handle = Handle(group, step, topk_idx, None, num_experts, room)
 
         def hook() -> None:
             if handle.view is not None:
                 return
-            handle.view = view = group.dispatch_recv(step).masked(room)
+            view = handle.take()
             out.view(torch.uint8).copy_(torch.from_numpy(view.tokens).reshape(out.view(torch.uint8).shape))
             counts.copy_(torch.from_numpy(view.counts))
             if factors is not None:
@@ -214,6 +187,7 @@ class Buffer:
 
         if handle.view is None:
             raise StepError("low_latency_combine: the hook of low_latency_dispatch was not called")
+        handle.revive()
         ids, group = handle.ids, handle.group
         blank = torch.zeros((len(ids), 1), dtype=torch.float32)
         side = self._group(handle.experts, ids.shape[1], blank, None, group.config.max_tokens, out="float32")
@@ -236,74 +210,9 @@ class Buffer:
             hook()
         return target, Event(), hook
 
-    # ---- the rest
-
-    @property
-    def group_size(self) -> int:
-        """Ranks of the group."""
-        return self.ranks
-
-    def destroy(self) -> None:
-        """Leave all groups. Idempotent."""
-        for group in self._groups.values():
-            group.close()
-        self._groups.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.destroy()
-
     def _owner(self, ids: Any, experts: int) -> Any:
         import torch
 
         bounds = MoeConfig(ranks=self.ranks, experts=experts, topk=1, hidden=1, max_tokens=1).expert_bounds
         owner = torch.searchsorted(torch.from_numpy(bounds), ids.long(), right=True) - 1
         return torch.where(ids >= 0, owner, -1)
-
-    def _group(
-        self, experts: int, topk: int, x: Any, scales: Any, max_tokens: int, *, out: str = "bfloat16"
-    ) -> MoeGroup:
-        size = 0 if scales is None else int(scales.shape[1]) * scales.element_size()
-        kind = str(x.dtype).removeprefix("torch.")
-        key = (experts, topk, int(x.shape[1]), kind, size, max_tokens, out)
-        if key not in self._groups:
-            config = MoeConfig(
-                ranks=self.ranks, experts=experts, topk=topk, hidden=key[2], max_tokens=max_tokens, dtype=kind,
-                scale_bytes=size, out_dtype=out, timeout=self._timeout,
-            )  # fmt: skip
-            name = f"{self._job}.{'.'.join(map(str, key))}"
-            self._groups[key] = MoeGroup.open(self._engine, config, self.rank, self._board, job=name, device="cpu")
-        return self._groups[key]
-
-
-def _bytes(scales: Any) -> Any:
-    if scales is None:
-        return None
-    import torch
-
-    if not scales.numel():
-        return torch.zeros((len(scales), int(scales.shape[1]) * scales.element_size()), dtype=torch.uint8)
-    return scales.contiguous().view(torch.uint8)
-
-
-def _padded(rows: Any, room: int, value: int = 0) -> Any:
-    import torch
-
-    if len(rows) == room:
-        return rows
-    out = torch.full((room, *rows.shape[1:]), value, dtype=rows.dtype)
-    out[: len(rows)] = rows
-    return out
-
-
-def _to_fp8(x: Any, round_scale: bool) -> tuple[Any, Any]:
-    """Return x as fp8 with a scale for each 128 numbers of a token: x = fp8 * scale."""
-    import torch
-
-    blocks = x.float().reshape(len(x), x.shape[1] // _BLOCK, _BLOCK)
-    scales = blocks.abs().amax(2).clamp(1e-4) / _FP8_MAX
-    if round_scale:
-        scales = torch.exp2(torch.ceil(torch.log2(scales)))
-    return (blocks / scales[..., None]).reshape(x.shape).to(torch.float8_e4m3fn), scales

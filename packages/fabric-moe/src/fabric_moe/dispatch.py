@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fabric_core import Expectation, ProtocolError
+from fabric_core import BadRange, Expectation, ProtocolError
 from fabric_moe import faults, kernels
-from fabric_moe.errors import StepError
 from fabric_moe.generation import COUNTS, CREDIT, ROWS, Generation, Write
 from fabric_moe.layout import HEAD, MAGIC
 from fabric_moe.received import Received
@@ -33,10 +33,10 @@ def send(group: MoeGroup, x: Any, ids: Any, weights: Any, scales: Any, live: int
     """See MoeGroup.dispatch_send."""
     config, gen = group.config, group.generation
     plan = route(config, ids, weights, live, gen.alive)
-    tokens, torch = group.token_rows(x, "x", config.token_bytes, plan.tokens)
+    tokens, torch = group.token_rows(x, "x", config.token_bytes, plan.tokens, config.dtype)
     extra = group.token_rows(scales, "scales", config.scale_bytes, plan.tokens)[0] if config.scale_bytes else None
     if scales is not None and extra is None:
-        raise StepError("scales were given, but the group was made with scale_bytes=0")
+        raise BadRange("scales were given, but the group was made with scale_bytes=0")
     number, slot = group.free_slot()
     faults.settle(group, slot)
     step = Step(number, slot, gen, plan, torch)
@@ -51,13 +51,7 @@ def send(group: MoeGroup, x: Any, ids: Any, weights: Any, scales: Any, live: int
     base = slot * gen.layout.out_stride
     at = gen.layout.counts_at(slot, gen.rank)
     with step.lock:  # the counts may be complete, and the second phase begin, before the rows are packed
-        step.counts = gen.engine.expect_imm_count(
-            gen.imms[slot][COUNTS],
-            len(gen.members),
-            lambda e: _proxy(group, step, e),
-            timeout=math.inf,
-            peers=gen.peers,
-        )
+        step.counts = _expect_counts(group, step, gen.peers)
         gen.post(slot, COUNTS, [Write(rank, gen.layout.counts_stride, base, at) for rank in gen.members])
         kernels.pack(out.rows[slot], tokens, extra, plan, number & 0xFFFFFFFF)
         private = np.minimum(plan.counts, window)
@@ -68,6 +62,13 @@ def send(group: MoeGroup, x: Any, ids: Any, weights: Any, scales: Any, live: int
             [_row_write(step, d, Span(gen.rank, 0, int(private[d]), slot_of_us)) for d in gen.members if private[d]],
         )
     return step
+
+
+def _expect_counts(group: MoeGroup, step: Step, peers: Sequence[str]) -> Expectation:
+    gen = step.generation
+    return gen.engine.expect_imm_count(
+        gen.imms[step.slot][COUNTS], len(gen.members), lambda e: _proxy(group, step, e), timeout=math.inf, peers=peers
+    )
 
 
 def _row_write(step: Step, d: int, span: Span) -> Write:
@@ -89,22 +90,32 @@ def _proxy(group: MoeGroup, step: Step, counts: Expectation) -> None:
 def send_rest(group: MoeGroup, step: Step) -> Places:
     """Second phase: place what is beyond the private rows, and send it. Does it once, whoever calls."""
     with step.lock:
+        if step.error is not None:  # part of it was sent: not once more
+            raise step.error
         if step.places is not None:
             return step.places
-        gen, slot = step.generation, step.slot
-        _check_heads(step)
-        counts = gen.inbound.counts[slot].astype(np.int64)
-        private = gen.inbound.heads[slot]["private"].astype(np.int64)
-        counts[~gen.alive] = 0
-        places = Places(counts, private, gen.config.private_max, gen.config.shared)
-        late = [(d, span) for d in gen.members if (span := places.late(gen.rank, d, 0))]
-        gen.post(slot, ROWS, [_row_write(step, d, span) for d, span in late])
-        for d in gen.members:
-            if (turn := _next_turn(places, gen.rank, d, 0)) is not None:
-                step.turn[d] = turn
-        step.places = places
-        group.window.saw(int(step.route.counts.max(initial=0)))
-        _expect_credit(group, step)
+        try:
+            return _send_rest(group, step)
+        except Exception as error:
+            step.error = error
+            raise
+
+
+def _send_rest(group: MoeGroup, step: Step) -> Places:
+    gen, slot = step.generation, step.slot
+    _check_heads(step)
+    counts = gen.inbound.counts[slot].astype(np.int64)
+    private = gen.inbound.heads[slot]["private"].astype(np.int64)
+    counts[~gen.alive] = 0
+    places = Places(counts, private, gen.config.private_max, gen.config.shared)
+    late = [(d, span) for d in gen.members if (span := places.late(gen.rank, d, 0))]
+    gen.post(slot, ROWS, [_row_write(step, d, span) for d, span in late])
+    for d in gen.members:
+        if (turn := _next_turn(places, gen.rank, d, 0)) is not None:
+            step.turn[d] = turn
+    step.places = places
+    group.window.saw(int(step.route.counts.max(initial=0)))
+    _expect_credit(group, step)
     return places
 
 
@@ -193,9 +204,8 @@ def receive(group: MoeGroup, step: Step, timeout: float) -> Received:
     heads = gen.inbound.heads[slot]
     assert step.counts is not None
     faults.wait(
-        group,
-        step.counts, step, "counts", deadline,
-        lambda: [s for s in gen.members if int(heads[s]["step"]) != step.number],
+        group, lambda peers: _expect_counts(group, step, peers), step, "counts", deadline,
+        lambda: [s for s in gen.members if int(heads[s]["step"]) != step.number], step.counts,
     )  # fmt: skip
     places = send_rest(group, step)
     me, rows = gen.rank, gen.inbound.rows[slot]
@@ -207,8 +217,10 @@ def receive(group: MoeGroup, step: Step, timeout: float) -> Received:
         if turn:
             _credit(step, turn)
         spans = list(places.arriving(me, turn))
-        arrived = gen.engine.expect_imm_count(gen.imms[slot][ROWS], len(spans), timeout=math.inf, peers=gen.peers)
-        faults.wait(group, arrived, step, "tokens", deadline, lambda: _late_sources(gen, step, spans))  # noqa: B023
+        faults.wait(
+            group, lambda peers: gen.expect(slot, ROWS, len(spans), peers), step, "tokens", deadline,  # noqa: B023
+            lambda: _late_sources(gen, step, spans),  # noqa: B023
+        )  # fmt: skip
         for span in spans if drained is not None else ():
             to = int(starts[span.source]) + span.first
             drained[to : to + span.rows] = rows[span.slot : span.slot + span.rows]  # type: ignore[index]

@@ -5,6 +5,7 @@ numpy has no bfloat16, so its bits travel as uint16. torch is never imported her
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,13 @@ __all__ = [
     "as_rows",
     "bits_of",
     "check_float",
+    "check_type",
+    "flat",
     "is_torch",
     "narrow",
     "to_torch",
     "torch_dtype",
+    "type_name",
     "widen",
 ]
 
@@ -71,6 +75,35 @@ def is_torch(x: Any) -> bool:
     return hasattr(x, "data_ptr") and hasattr(x, "is_contiguous")
 
 
+def type_name(x: Any) -> str:
+    """Return the name of an array's or tensor's element type, as it is called here."""
+    return str(x.dtype).removeprefix("torch.") if is_torch(x) else str(np.dtype(x.dtype).name)
+
+
+def check_type(x: Any, name: str, what: str) -> None:
+    """Raise BadRange if the numbers of `x` are of another type than `name`.
+
+    Bytes are taken for anything, and so are integers as wide as the type, for its bits: numpy has no bfloat16.
+    """
+    found = type_name(x)
+    if name == "uint8" or found in (name, "uint8", "float4_e2m1fn_x2" if name == "float4_e2m1" else name):
+        return
+    width = int(x.element_size() if is_torch(x) else x.dtype.itemsize)
+    if found.startswith(("int", "uint", "void")) and width * 8 == bits_of(name) and name != "int8":
+        return
+    raise BadRange(f"{what} is of {found}: {name} is wanted, or its bits as integers or bytes; convert it")
+
+
+def flat(x: Any, what: str) -> Any:
+    """Return an array or tensor with one row for each token: what is behind the first axis side by side.
+
+    Raises BadRange for what is neither. Works without rows too, where -1 as a size does not.
+    """
+    if not hasattr(x, "shape"):
+        raise BadRange(f"{what} is a {type(x).__name__}: a torch tensor or a numpy array is wanted")
+    return x.reshape(x.shape[0], math.prod(x.shape[1:])) if len(x.shape) > 2 else x
+
+
 def torch_dtype(name: str) -> Any:
     """Return torch's type of that name; float4 is two to a byte, so uint8."""
     import torch
@@ -88,10 +121,11 @@ def to_torch(rows: Bytes, name: str) -> Any:
     return torch.from_numpy(rows).view(torch_dtype(name))
 
 
-def as_rows(x: Any, row_bytes: int, what: str) -> Bytes:
+def as_rows(x: Any, row_bytes: int, what: str, kind: str | None = None) -> Bytes:
     """Return the bytes of a two-dimensional array or CPU tensor as uint8 [rows, row_bytes]; copied only if strided.
 
-    Raises BadRange if it is no matrix, not in host memory, or its rows have another size.
+    Raises BadRange if it is no matrix, not in host memory, its rows have another size, or its numbers another type than
+    `kind` (None: any).
     """
     if is_torch(x):
         if str(x.device) != "cpu":
@@ -102,6 +136,8 @@ def as_rows(x: Any, row_bytes: int, what: str) -> Bytes:
         got = int(x.shape[1]) * int(x.element_size())
         if got != row_bytes:
             raise BadRange(f"{what} has rows of {got} bytes ({x.dtype}), {row_bytes} are configured")
+        if kind is not None:
+            check_type(x, kind, what)
         import torch
 
         rows: Bytes = x.view(torch.uint8).numpy() if x.numel() else np.zeros((int(x.shape[0]), row_bytes), np.uint8)
@@ -112,6 +148,8 @@ def as_rows(x: Any, row_bytes: int, what: str) -> Bytes:
     got = array.shape[1] * array.itemsize
     if got != row_bytes:
         raise BadRange(f"{what} has rows of {got} bytes ({array.dtype}), {row_bytes} are configured")
+    if kind is not None:
+        check_type(array, kind, what)
     return array.view(np.uint8).reshape(array.shape[0], row_bytes)
 
 

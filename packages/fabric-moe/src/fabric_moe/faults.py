@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from fabric_core import BadRange, Expectation, FabricError, TransferError, WaitTimeout
+from fabric_core import BadRange, Expectation, FabricError, ProtocolError, Transfer, TransferError, WaitTimeout
 from fabric_moe.errors import RankLost, StepError
 from fabric_moe.generation import Generation, Write
 from fabric_moe.layout import HEAD, MAGIC, MAX_CULPRITS
@@ -34,6 +34,7 @@ class Notes:
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._written = False
+        self._under_way: list[Transfer] = []
 
     def write(self, step: int, culprits: Sequence[int]) -> None:
         """Leave a note with all others, once; who cannot be reached hears nothing."""
@@ -47,43 +48,68 @@ class Notes:
         note["ranks"][: len(named)] = named
         note["magic"] = MAGIC
         src, dst = gen.layout.out_note, gen.layout.note_at(gen.rank)
+        before = len(gen.transfers[0])
         for rank in gen.members:
             if rank != gen.rank:  # also to the culprits: one that is only slow hears why it was left
                 with contextlib.suppress(FabricError):
                     gen.post(0, None, [Write(rank, HEAD, src, dst)])
+        self._under_way = gen.transfers[0][before:]
 
-    def read(self) -> tuple[int, int, list[int]] | None:
-        """Return (who wrote it, at which step, because of whom), or None if nobody has given up."""
+    def finish(self, seconds: float) -> None:
+        """Wait until the notes have left, at most so long. Who leaves before the others know why is named itself."""
+        deadline = time.monotonic() + seconds
+        for transfer in self._under_way:
+            with contextlib.suppress(FabricError):
+                transfer.wait(max(0.0, deadline - time.monotonic()))
+
+    def read(self, missing: Callable[[], Collection[int]]) -> tuple[int, int, list[int]] | None:
+        """Return (who wrote it, at which step, because of whom), or None if nobody has given up.
+
+        Who wrote that it leaves matters only to those who still need something from it: `missing` says from whom.
+        """
         gen = self._generation
         for rank in gen.members:
             note = gen.inbound.notes[rank]
             if int(note["magic"]) == MAGIC and int(note["generation"]) == gen.number:
                 count = min(int(note["count"]), MAX_CULPRITS)
-                return rank, int(note["step"]), [int(r) for r in note["ranks"][:count]]
+                ranks = [int(r) for r in note["ranks"][:count]]
+                if ranks != [rank] or rank in missing():
+                    return rank, int(note["step"]), ranks
         return None
 
 
 def wait(
-    group: MoeGroup, what: Expectation, step: Step, name: str, deadline: float, missing: Callable[[], list[int]]
-) -> None:
-    """Wait for arrivals of a step until the deadline, looking at what others note meanwhile.
+    group: MoeGroup, expect: Callable[[Sequence[str]], Expectation], step: Step, name: str, deadline: float,
+    missing: Callable[[], list[int]], first: Expectation | None = None,
+) -> None:  # fmt: skip
+    """Wait for arrivals of a step until the deadline, looking at what others note meanwhile. Raises RankLost.
 
-    `missing` says whose part is not here yet, by what lies in memory. Raises RankLost.
+    expect: begins to wait, and fails at once when one of these peers is lost. first: what it made already, if it did.
+    missing: whose part is not here yet, by what lies in memory. A rank that is gone and has done its part is not
+    missed: at the end of a job some leave while others still wait for a third.
     """
+    gen = group.generation
+    what = expect(gen.peers) if first is None else first
+    left_us: set[int] = set()
     while True:
         left = deadline - time.monotonic()
         try:
             what.wait(max(0.0, min(left, _SLICE)))
             return
         except WaitTimeout:
-            if (note := group.notes.read()) is not None:
+            if (note := group.notes.read(missing)) is not None:
                 raise _noted(group, *note) from None
             if step.error is not None:
                 raise step.error from None
             if left <= 0:
-                raise _lost(group, step.number, name, None, missing()) from None
+                raise _lost(group, step.number, name, None, missing() or sorted(left_us)) from None
         except TransferError as error:
-            raise _lost(group, step.number, name, error, missing()) from error
+            late = missing()
+            gone = gen.ranks_at(error.peer)
+            if not gone or left_us.issuperset(gone) or not set(late).isdisjoint(gone):
+                raise _lost(group, step.number, name, error, late) from error
+            left_us.update(gone)
+            what = expect(tuple({gen.addresses[rank]: None for rank in late}))
 
 
 def settle(group: MoeGroup, slot: int) -> None:
@@ -106,14 +132,22 @@ def guard(group: MoeGroup, call: Callable[[], T]) -> T:
         raise _lost(group, group.next_step - 1, "a write", error, []) from error
     except FabricError as error:
         group.broken = error
+        if not isinstance(error, ProtocolError):  # which the others see by themselves, and name better
+            group.notes.write(group.next_step - 1, [group.rank])
         raise
 
 
 def _lost(group: MoeGroup, number: int, name: str, error: Exception | None, missing: list[int]) -> RankLost:
-    """Make the error that names the culprits, break the group, and tell the others."""
+    """Make the error that names the culprits, break the group, and tell the others.
+
+    A rank that has gone because of a third one has said so before: then that one is named.
+    """
     gen = group.generation
     peer = getattr(error, "peer", None)
-    ranks = [rank for rank in gen.ranks_at(peer) if rank != group.rank] or missing
+    there = [rank for rank in gen.ranks_at(peer) if rank != group.rank]
+    if error is not None and (note := group.notes.read(lambda: there)) is not None:
+        return _noted(group, *note)
+    ranks = there or missing
     who = ", ".join(f"rank {rank} at {gen.addresses[rank]}" for rank in ranks) or _NOBODY
     words = f"rank {group.rank}, step {number}: " + (f"no {name} from {who}" if error is None else f"{who}: {error}")
     group.notes.write(number, ranks)

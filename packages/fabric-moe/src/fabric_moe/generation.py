@@ -7,13 +7,26 @@ slow or half-dead rank still writes for the old one lands in memory that nobody 
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from fabric_core import FabricError, MrDesc, ProtocolError, QueueFull, ScatterDst, Transfer, TransferEngine
-from fabric_moe.config import MoeConfig
+from fabric_core import (
+    BackendError,
+    Expectation,
+    FabricError,
+    MrDesc,
+    MrHandle,
+    ProtocolError,
+    QueueFull,
+    ScatterDst,
+    Transfer,
+    TransferEngine,
+)
+from fabric_moe.config import MoeConfig, machine_memory
 from fabric_moe.layout import Inbound, Layout, Outbound
 from fabric_moe.meet import Card
 
@@ -47,15 +60,38 @@ class Generation:
         self.alive = np.zeros(config.ranks, np.bool_)
         self.alive[list(self.members)] = True
         self.layout = Layout.of(config)
-        self.inbound = Inbound(self.layout, engine.empty(self.layout.in_bytes))
-        self.outbound = Outbound(self.layout, engine.empty(self.layout.out_bytes))
-        self._in_handle, self.desc = engine.reg_mr(self.inbound.memory)
-        self._out_handle, _ = engine.reg_mr(self.outbound.memory, write=False)
-        self.imms = [[engine.alloc_imm() for _ in range(KINDS)] for _ in range(config.depth)]
+        self.imms: list[list[int]] = []
         self.transfers: list[list[Transfer]] = [[] for _ in range(config.depth)]
+        self._handles: list[MrHandle] = []
         self._descs: dict[int, MrDesc] = {}
         self._imms: dict[int, tuple[tuple[int, ...], ...]] = {}
         self.addresses: dict[int, str] = {}
+        try:
+            self._take()
+        except FabricError:
+            self.close()
+            raise
+
+    def _take(self) -> None:
+        """Get memory and immediates. Raises BackendError, which says how much was wanted; QueueFull."""
+        engine, config = self.engine, self.config
+        wanted, most = config.memory()["total"], machine_memory()
+        try:
+            if wanted > most:
+                raise BackendError(f"this machine has {most} bytes of memory")
+            self.inbound = Inbound(self.layout, engine.empty(self.layout.in_bytes))
+            self.outbound = Outbound(self.layout, engine.empty(self.layout.out_bytes))
+            for memory, write in ((self.outbound.memory, False), (self.inbound.memory, True)):
+                handle, self.desc = engine.reg_mr(memory, write=write)
+                self._handles.append(handle)
+        except (BackendError, OverflowError) as error:
+            raise BackendError(
+                f"{error}; rank {self.rank} wants {wanted} bytes: lower max_tokens, shared_rows, private_max or depth"
+            ) from error
+        for _ in range(config.depth):
+            self.imms.append([])
+            for _ in range(KINDS):
+                self.imms[-1].append(engine.alloc_imm())
 
     # ---- meeting
 
@@ -84,6 +120,10 @@ class Generation:
         """Return the ranks that live at an address."""
         return tuple(rank for rank, address in self.addresses.items() if address == peer)
 
+    def expect(self, slot: int, kind: int, count: int, peers: Sequence[str]) -> Expectation:
+        """Begin to wait for so many writes of a kind; it fails at once when one of these peers is lost."""
+        return self.engine.expect_imm_count(self.imms[slot][kind], count, timeout=math.inf, peers=peers)
+
     # ---- writing
 
     def post(self, slot: int, kind: int | None, writes: Sequence[Write]) -> None:
@@ -98,17 +138,25 @@ class Generation:
             groups.setdefault(imm, []).append(ScatterDst(self._descs[w.rank], w.length, w.src, w.dst))
         for imm, targets in groups.items():
             self.transfers[slot].append(
-                self.engine.submit_scatter(None, None, imm, self._out_handle, targets, timeout=2 * self.config.timeout)
+                self.engine.submit_scatter(None, None, imm, self._handles[0], targets, timeout=2 * self.config.timeout)
             )
 
     def settle(self, slot: int, timeout: float) -> None:
         """Wait until nothing of the slot's outbound memory is being read. Raises what went wrong with a transfer."""
-        transfers, self.transfers[slot] = self.transfers[slot], []
-        for transfer in transfers:
-            if not transfer.done:
-                transfer.wait(timeout)
-            elif error := transfer.exception():
+        transfers = self.transfers[slot]
+        while transfers:  # what is not over stays on the list, to be cancelled by close()
+            if not transfers[0].done:
+                transfers[0].wait(timeout)
+            if error := transfers.pop(0).exception():
                 raise error
+
+    def finish(self, seconds: float) -> None:
+        """Wait for the end of all writes, at most so long: what others are still owed leaves. Raises nothing."""
+        deadline = time.monotonic() + seconds
+        for transfers in self.transfers:
+            for transfer in transfers:
+                with contextlib.suppress(FabricError):  # whoever waited for it hears of it in other ways
+                    transfer.wait(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         """Cancel what is under way; give memory and immediates back, as far as the engine takes them. Idempotent."""
@@ -122,7 +170,7 @@ class Generation:
                 with contextlib.suppress(FabricError):
                     self.engine.free_imm(imm)
         self.imms = []
-        for handle in (self._in_handle, self._out_handle):
+        for handle in self._handles:
             # A NIC that still reads it keeps it registered, and the engine keeps its memory: nothing is pulled away.
             with contextlib.suppress(FabricError, QueueFull):
                 handle.close(timeout=0.5)

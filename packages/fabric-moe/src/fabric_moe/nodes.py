@@ -15,18 +15,21 @@ more than in a `MoeGroup` over all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fabric_core import BadRange, ConfigError, FabricError, TransferEngine
+from fabric_moe.combine import result_type
 from fabric_moe.config import MoeConfig
-from fabric_moe.dtypes import as_rows, is_torch
 from fabric_moe.errors import RankLost, StepError
 from fabric_moe.group import MoeGroup
 from fabric_moe.meet import Board
+from fabric_moe.membership import meet
+from fabric_moe.node_rows import pack, routing, unpack
+from fabric_moe.node_shapes import node_config, rail_config
 from fabric_moe.received import Received
 from fabric_moe.step import Step
 from fabric_moe.views import View
@@ -36,43 +39,6 @@ __all__ = ["NodeGroup", "NodeStep", "node_config", "rail_config"]
 T = TypeVar("T")
 
 _FOREIGN = 1 << 20  #: in a note to a group: a rank of all, not of that group
-
-
-def _nodes(config: MoeConfig, node: int) -> int:
-    if not 1 <= node <= config.ranks or config.ranks % node:
-        raise ConfigError(f"node={node}: {config.ranks} ranks must be a multiple of the ranks of a node")
-    if config.experts < config.ranks:
-        raise ConfigError(f"{config.experts} experts on {config.ranks} ranks: a node without experts; use MoeGroup")
-    if config.wire == "float64":
-        raise ConfigError("wire_dtype='float64': weights travel as float32 between nodes; use MoeGroup")
-    return config.ranks // node
-
-
-def _scales(config: MoeConfig) -> int:
-    """Bytes of scales with room to begin a float32 behind them."""
-    return -(-config.scale_bytes // 4) * 4
-
-
-def rail_config(config: MoeConfig, node: int) -> MoeConfig:
-    """Return the shape of the group across nodes: an "expert" is a node; all ids and weights travel with the scales."""
-    nodes = _nodes(config, node)
-    return replace(
-        config, ranks=nodes, experts=nodes, topk=min(config.topk, nodes), scale_bytes=_scales(config) + 8 * config.topk
-    )
-
-
-def node_config(config: MoeConfig, node: int, at: int, forward_tokens: int | None = None) -> MoeConfig:
-    """Return the shape of the group inside node `at`: its tokens are what arrives from all nodes at one rank."""
-    nodes = _nodes(config, node)
-    bounds = config.expert_bounds
-    return replace(
-        config,
-        ranks=node,
-        experts=int(bounds[(at + 1) * node] - bounds[at * node]),
-        max_tokens=nodes * config.max_tokens if forward_tokens is None else forward_tokens,
-        out_dtype=config.wire,
-        wire_dtype=config.wire,
-    )
 
 
 @dataclass(slots=True)
@@ -116,6 +82,9 @@ class NodeGroup:
         """Join with several ranks of one thread; rank i uses engine i modulo their number. See `open`."""
         halves: list[tuple[int, MoeGroup, MoeGroup]] = []
         began: list[MoeGroup] = []
+        for rank in ranks:
+            if not isinstance(rank, int) or not 0 <= rank < config.ranks:
+                raise ConfigError(f"rank={rank!r}: ranks go from 0 to {config.ranks - 1}")
         try:
             for i, rank in enumerate(ranks):
                 engine, place, at = engines[i % len(engines)], rank % node, rank // node
@@ -125,8 +94,7 @@ class NodeGroup:
                 inside = MoeGroup(engine, shapes[1], place, board, f"{job}.node{at}", device="cpu")
                 began.append(inside)
                 halves.append((rank, rail, inside))
-            for group in began:
-                group.regroup_end(timeout=timeout)
+            meet(began, timeout)
         except BaseException:
             for group in began:
                 group.close()
@@ -141,7 +109,8 @@ class NodeGroup:
         """Join a group. `config` is that of all ranks; `node`: ranks of a node.
 
         forward_tokens: the most tokens that one rank passes on in a step, which its memory is made for. Default: all of
-        its rail. A step with more raises BadRange on the rank that it happens to.
+        its rail. A step with more raises BadRange on the rank that it happens to and ends the group: the others hear at
+        once that this rank is lost.
         """
         return cls.open_many(
             [engine], config, [rank], board, node=node, job=job, forward_tokens=forward_tokens, timeout=timeout
@@ -149,46 +118,43 @@ class NodeGroup:
 
     # ---- dispatch
 
-    def dispatch_send(self, x: Any, topk_ids: Any, topk_weights: Any = None, *, scales: Any = None) -> NodeStep:
+    def dispatch_send(
+        self, x: Any, topk_ids: Any, topk_weights: Any = None, *, scales: Any = None, live: Any = None
+    ) -> NodeStep:
         """Send each token once to each node of its experts. Arguments as those of `MoeGroup.dispatch_send`."""
-        ids, weights = self._routing(topk_ids, topk_weights)
+        ids, weights = routing(self.config, topk_ids, topk_weights, live)
         nodes = self._node_of(ids)
         nodes.sort(axis=1)
         nodes[:, 1:][nodes[:, 1:] == nodes[:, :-1]] = -1
         # at most as many distinct ones as there are nodes; -1 first, so the last columns hold them all
         nodes.sort(axis=1)
         wanted = nodes[:, nodes.shape[1] - self.rail.config.topk :]
-        extra = np.zeros((len(ids), self.rail.config.scale_bytes), np.uint8)
-        if self.config.scale_bytes:
-            if scales is None:
-                raise BadRange(f"scales=None: the group was made with {self.config.scale_bytes} bytes for each token")
-            flat = scales.reshape(scales.shape[0], -1) if len(scales.shape) > 2 else scales
-            rows = as_rows(flat, self.config.scale_bytes, "scales")
-            if len(rows) < len(ids):
-                raise BadRange(f"scales has {len(rows)} rows, topk_ids has {len(ids)} tokens")
-            extra[:, : self.config.scale_bytes] = rows[: len(ids)]
-        at, k = _scales(self.config), self.config.topk
-        extra[:, at : at + 4 * k] = ids.view(np.uint8)
-        extra[:, at + 4 * k :] = weights.view(np.uint8)
+        extra = pack(self.config, ids, weights, scales)
         return NodeStep(self._call(self.rail, lambda: self.rail.dispatch_send(x, wanted, scales=extra)))
 
     def dispatch_forward(self, step: NodeStep, *, timeout: float | None = None) -> None:
         """Wait for the tokens of all nodes, and send them on inside this node. Raises RankLost, BadRange."""
-        received = self._call(self.rail, lambda: self.rail.dispatch_recv(step.rail, timeout=timeout))
+        received = self._call(self.rail, lambda: self.rail.dispatch_recv(step.rail, timeout=self._seconds(0, timeout)))
         view = received.compact()
-        at, k = _scales(self.config), self.config.topk
-        ids = np.ascontiguousarray(view.scales[:, at : at + 4 * k]).view(np.int32).copy()
-        weights = np.ascontiguousarray(view.scales[:, at + 4 * k : at + 8 * k]).view(np.float32)
+        ids, weights, scales = unpack(self.config, view.scales)
         here = (ids >= self._first) & (ids < self._last)
         ids = np.where(here, ids - self._first, -1)
-        scales = np.ascontiguousarray(view.scales[:, : self.config.scale_bytes]) if self.config.scale_bytes else None
         step.view = view
+        if len(ids) > (most := self.inside.config.max_tokens):
+            error = BadRange(
+                f"rank {self.rank} has {len(ids)} tokens to pass on in one step, forward_tokens is {most}: raise it; "
+                "this group is over"
+            )
+            self._end(error)
+            raise error
         step.node = self._call(self.inside, lambda: self.inside.dispatch_send(view.tokens, ids, weights, scales=scales))
 
     def dispatch_recv(self, step: NodeStep, *, timeout: float | None = None) -> Received:
         """Wait for the tokens of this rank's experts. `first_expert` of what is returned counts within the node."""
         _, node = step.inside("dispatch_recv")
-        found: Received = self._call(self.inside, lambda: self.inside.dispatch_recv(node, timeout=timeout))
+        found: Received = self._call(
+            self.inside, lambda: self.inside.dispatch_recv(node, timeout=self._seconds(1, timeout))
+        )
         return found
 
     @property
@@ -200,22 +166,22 @@ class NodeGroup:
 
     def combine_send(self, view: View, y: Any, *, weighted: bool = True, dtype: str | None = None) -> None:
         """Send the experts' results back inside the node. Arguments as those of `MoeGroup.combine_send`."""
-        if dtype is None and not is_torch(y):
-            dtype = self.config.out_dtype
-        self._call(self.inside, lambda: self.inside.combine_send(view, y, weighted=weighted, dtype=dtype))
+        kind = result_type(y, dtype, self.config.out_dtype)
+        self._call(self.inside, lambda: self.inside.combine_send(view, y, weighted=weighted, dtype=kind))
 
     def combine_forward(self, step: NodeStep, *, timeout: float | None = None) -> None:
         """Wait for the node's ranks, and send the sum of each token home."""
         view, node = step.inside("combine_forward")
-        sums = self._call(self.inside, lambda: self.inside.combine_recv(node, timeout=timeout))
+        sums = self._call(self.inside, lambda: self.inside.combine_recv(node, timeout=self._seconds(2, timeout)))
         self._call(self.rail, lambda: self.rail.combine_send(view, sums, dtype=self.config.wire))
 
     def combine_recv(
         self, step: NodeStep, *, out: Any = None, accumulate: bool = False, timeout: float | None = None
     ) -> Any:
         """Wait for the nodes' sums of this rank's tokens: [T, hidden]. See `MoeGroup.combine_recv`."""
+        seconds = self._seconds(3, timeout)
         return self._call(
-            self.rail, lambda: self.rail.combine_recv(step.rail, out=out, accumulate=accumulate, timeout=timeout)
+            self.rail, lambda: self.rail.combine_recv(step.rail, out=out, accumulate=accumulate, timeout=seconds)
         )
 
     # ---- the rest
@@ -232,16 +198,16 @@ class NodeGroup:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _seconds(self, stage: int, timeout: float | None) -> float:
+        """Return how long a call waits: a quarter more from call to call.
+
+        So one that waits for a rank that itself waits in vain hears from it whom that one missed.
+        """
+        return self.config.timeout * (1 + stage / 4) if timeout is None else timeout
+
     def _node_of(self, ids: NDArray[np.int32]) -> NDArray[np.int64]:
         owner = np.searchsorted(self.config.expert_bounds, ids, side="right") - 1
         return np.where(ids >= 0, owner // self.node, -1)
-
-    def _routing(self, ids: Any, weights: Any) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Return ids and weights as they travel, `topk` for each token. Raises BadRange as `MoeGroup` does."""
-        from fabric_moe.routing import route
-
-        plan = route(self.config, ids, weights, None, np.ones(self.config.ranks, np.bool_))
-        return np.ascontiguousarray(plan.ids), np.ascontiguousarray(plan.weights, dtype=np.float32)
 
     def _call(self, group: MoeGroup, call: Callable[[], T]) -> T:
         if self.broken is not None:
@@ -251,6 +217,16 @@ class NodeGroup:
         except RankLost as error:
             self.broken = lost = self._lost(group, error)
             raise lost from error
+        except FabricError as error:
+            if group.broken is not None:
+                self._end(error)
+            raise
+
+    def _end(self, error: FabricError) -> None:
+        """Take no further step, and tell all others that it is because of this rank."""
+        self.broken = error
+        for group in (self.rail, self.inside):
+            group.notes.write(0, [self.rank + _FOREIGN])
 
     def _lost(self, group: MoeGroup, error: RankLost) -> RankLost:
         """Name the ranks as this group counts them, and tell the other half of the group because of whom."""
@@ -259,7 +235,9 @@ class NodeGroup:
         other.notes.write(0, [rank + _FOREIGN for rank in ranks])
         who = ", ".join(f"rank {rank}" for rank in ranks) or "nobody in particular"
         where = "across nodes" if group is self.rail else "inside the node"
-        return RankLost(f"rank {self.rank}, {where}: because of {who}: {error.reason}", ranks=ranks, peer=error.peer)
+        noted = any(rank >= _FOREIGN for rank in error.ranks)  # by the other half of the rank that we waited for
+        why = f"{who}, as another rank has noted" if noted else f"{who}: {error.reason}"
+        return RankLost(f"rank {self.rank}, {where}: because of {why}", ranks=ranks, peer=error.peer)
 
     def _global(self, group: MoeGroup, rank: int) -> int:
         return (

@@ -6,6 +6,7 @@ the same places from the same counts.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,8 +21,24 @@ from fabric_moe.dtypes import is_torch
 __all__ = ["Places", "Route", "Span", "route"]
 
 
-def _host(x: Any) -> Any:
-    return x.detach().numpy() if is_torch(x) else x
+def _host(x: Any, what: str) -> Any:
+    if not is_torch(x):
+        return x
+    if str(x.device) != "cpu":
+        raise BadRange(f"{what} is on {x.device}: this group was opened for host memory; give a CPU tensor")
+    x = x.detach()
+    return (x.float() if x.is_floating_point() and x.element_size() < 4 else x).numpy()  # numpy has no bfloat16
+
+
+def _count(live: Any, total: int) -> int:
+    """Return `live` as a number of tokens. Raises BadRange for what is none of 0 to `total`."""
+    try:
+        number = operator.index(live)
+    except TypeError:
+        number = -1
+    if isinstance(live, bool) or not 0 <= number <= total:
+        raise BadRange(f"live={live!r}: topk_ids has {total} tokens")
+    return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +66,11 @@ def route(config: MoeConfig, ids: Any, weights: Any, live: int | None, alive: ND
 
     Raises BadRange, which names the token and the number that is wrong.
     """
-    given = np.asarray(_host(ids))
+    given = np.asarray(_host(ids, "topk_ids"))
     if given.ndim != 2 or given.dtype.kind not in "iu":
         raise BadRange(f"topk_ids is {given.dtype} of shape {given.shape}: integers [tokens, topk] are wanted")
     total = int(given.shape[0])
-    tokens = total if live is None else int(live)
-    if not 0 <= tokens <= total:
-        raise BadRange(f"live={live!r}: topk_ids has {total} tokens")
+    tokens = total if live is None else _count(live, total)
     if tokens > config.max_tokens:
         raise BadRange(f"{tokens} tokens in one step, max_tokens is {config.max_tokens}: split them, or raise it")
     if given.shape[1] > config.topk:
@@ -71,7 +86,7 @@ def route(config: MoeConfig, ids: Any, weights: Any, live: int | None, alive: ND
     if weights is None:
         scales[:, : given.shape[1]] = 1
     else:
-        heavy = np.asarray(_host(weights))
+        heavy = np.asarray(_host(weights, "topk_weights"))
         if heavy.shape != given.shape or heavy.dtype.kind not in "fiu":
             raise BadRange(f"topk_weights is {heavy.dtype} of shape {heavy.shape}: numbers of shape {given.shape}")
         scales[:, : given.shape[1]] = heavy[:tokens]

@@ -12,8 +12,11 @@ node, with the rest over NVLink (`NodeGroup`, which tells its counts to its own 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
 
 from fabric_core import ConfigError
 from fabric_core.cli.models import Model
@@ -114,12 +117,15 @@ def table_checks() -> list[Check]:
     return found
 
 
-def targets(experts: int, held: int, groups: int, topk: int) -> float:
-    """Distinct groups (ranks, nodes) of a token whose experts are drawn evenly, if each group holds `held` experts."""
-    miss = 1.0
-    for j in range(topk):
-        miss *= max(0, experts - held - j) / (experts - j)
-    return groups * (1 - miss)
+def targets(experts: int, held: Sequence[int], topk: int) -> float:
+    """Distinct groups (ranks, nodes) of a token whose experts are drawn evenly; held: experts of each group."""
+    found = 0.0
+    for n in held:
+        miss = 1.0
+        for j in range(min(topk, experts)):
+            miss *= max(0, experts - n - j) / (experts - j)
+        found += 1 - miss
+    return found
 
 
 def _scatter(nic: str, size: int, peers: int) -> tuple[float, float]:
@@ -135,7 +141,12 @@ def simulate(
     nic: str, ranks: int, *, shape: str = "decode", way: Way = "rank", kernels: Kernels | None = None,
     node: int = 8, tokens: int | None = None, nvlink_gb_s: float = 450.0,
 ) -> Answer:  # fmt: skip
-    """Predict a step of `ranks` ranks, `node` of them in a node. Raises ConfigError for a NIC or shape that is none."""
+    """Predict a step of `ranks` ranks, `node` of them in a node.
+
+    Raises ConfigError for a NIC or shape that is none, for a node that is not full, and for nodes without experts.
+    """
+    if ranks > node and ranks % node:
+        raise ConfigError(f"ranks={ranks}: a multiple of the {node} ranks of a node, or one node (--node)")
     base = preset(shape)
     config = base.config(ranks, **({} if tokens is None else {"max_tokens": tokens}))
     kernels = kernels or KERNELS["paper"]
@@ -144,22 +155,23 @@ def simulate(
     row = payload if way == "expert" else config.row_bytes  # the copies of the paper carry no list of experts
     back = config.hidden * 2
     nodes = max(1, ranks // node)
+    to_ranks = targets(e, np.diff(config.expert_bounds).tolist(), k)
     remote = ranks - min(ranks, node)
     if way == "expert":
         away = t * k * remote / ranks
         inside = t * k - away
         peers = remote
     elif way == "rank":
-        each = t * targets(e, e // ranks, ranks, k)
+        each = t * to_ranks
         away = each * remote / ranks
         inside = each - away
         peers = remote
     else:
-        if nodes > 1 and ranks % node == 0:
+        if nodes > 1:
             row = rail_config(config, node).row_bytes
-        each = t * targets(e, e // nodes, nodes, k)
+        each = t * targets(e, np.diff(config.expert_bounds[::node]).tolist(), k) if nodes > 1 else 0
         away = each * (nodes - 1) / nodes
-        inside = t * targets(e, e // ranks, ranks, k)
+        inside = t * to_ranks
         peers = nodes - 1
     counts = 64 + -(-4 * (nodes if way == "node" else ranks) // 64) * 64
     heard = peers if way == "node" else remote

@@ -16,6 +16,7 @@ from typing import Any
 
 from fabric_core import ConfigError
 from fabric_moe.config import MoeConfig
+from fabric_moe.dtypes import FLOATS
 from fabric_moe.group import MoeGroup
 
 __all__ = ["backward_config", "moe_layer"]
@@ -51,6 +52,10 @@ def _layer_type() -> Any:
             super().__init__()
             if (forward.device, backward.device) != ("cpu", "cpu"):
                 raise ConfigError("gradients flow through host memory only so far: open both groups with device='cpu'")
+            if forward.config.dtype not in FLOATS:
+                raise ConfigError(
+                    f"dtype={forward.config.dtype!r} has no gradients: tokens of {', '.join(FLOATS)} are trained with"
+                )
             wanted = backward_config(forward.config)
             if backward.config != wanted or backward.rank != forward.rank:
                 raise ConfigError(f"the group for gradients must be made with backward_config(): {wanted}")
@@ -103,9 +108,12 @@ def _layer_type() -> Any:
             for j, row, at in _copies(ctx.positions):
                 into[at] = ctx.heavy[row, j, None].to(kind) * flow[row]
                 slope[row, j] = (y[at] * flow[row]).sum(dim=1)
-            back, *of_parameters = torch.autograd.grad(
-                ctx.y, [ctx.rows, *ctx.parameters], into.to(ctx.y.dtype), allow_unused=True, retain_graph=True
+            learning = [p for p in ctx.parameters if p.requires_grad]  # others are frozen
+            back, *slopes = torch.autograd.grad(
+                ctx.y, [ctx.rows, *learning], into.to(ctx.y.dtype), allow_unused=True, retain_graph=True
             )
+            found_slopes = iter(slopes)
+            of_parameters = [next(found_slopes) if p.requires_grad else None for p in ctx.parameters]
             total = torch.zeros_like(flow)
             for _, row, at in _copies(ctx.positions) if back is not None else ():
                 total[row] += back[at].to(kind)

@@ -88,7 +88,7 @@ template <int T> __device__ __forceinline__ void send_back(const BackArgs &a) {
     for (int q = tid; q < RANKS * a.held + RANKS + 1; q += THREADS) table[q] = a.table[q];
     if (broken) return;
     __syncthreads();
-    const u32 all = a.flags & DISCARDED ? 0 : starts[RANKS];
+    const u32 all = a.flags & FLAG_DISCARDED ? 0 : starts[RANKS];
     const u64 mine = c.mine + c.slot * (u64)IN_STRIDE;
     const Share share(all, UNITS, BATCH * 32);
     const bool once = a.kind == COMPACT || a.kind == RANK_MAJOR, weighted = a.weighted && !once;
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_combine_recv(SumArg
     if (blockIdx.x == 0 && tid == 0) {
         u64 gone = 0;
         for (int r = 0; r < RANKS; r++)
-            if ((c.alive >> r & 1) && (flags[r] & DISCARDED)) gone |= 1ull << r;
+            if ((c.alive >> r & 1) && (flags[r] & FLAG_DISCARDED)) gone |= 1ull << r;
         if (gone) tell(c, DISCARDED, (i64)gone, 0);
     }
     const u64 sums = c.mine + c.slot * (u64)IN_STRIDE + IN_SUMS;

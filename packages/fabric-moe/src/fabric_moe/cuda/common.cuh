@@ -1,10 +1,10 @@
-// What the kernels share: words between GPUs, waiting with a limit, numbers as they lie in memory.
+// What the kernels share: words between GPUs, numbers as they lie in memory, the rows of a step.
 //
 // Compiled at run time for one shape (compile.py): RANKS, EXPERTS, TOPK, HIDDEN, ... and all offsets (layout.py) are
 // macros. No header of CUDA is needed.
 //
 // Memory that peers write ("inbound") is divided alike on all ranks. Flags carry a number ("epoch") that counts uses of
-// a slot and lives in device memory: a graph that is replayed needs nothing from the host.
+// a slot and lives on the GPU: a graph that is replayed needs nothing from the host.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -17,17 +17,20 @@ typedef long long i64;
 #define CHUNKS ((TOPK + 31) / 32)
 #define META_WORDS (3 * TOPK + 1) // local ids, places, weights, home
 
-// What went wrong, for the host (report.py).
-#define LOST 1
-#define BAD_ID 2
-#define BAD_LIVE 4
-#define OVERFLOW 8
-#define DISCARDED 16
+// What a kernel may have to say, besides that a peer did not come (report.py).
+#define BAD_ID 0
+#define BAD_LIVE 1
+#define OVERFLOW 2
+#define DISCARDED 3
 
+#define FLAG_DISCARDED 16 // beside an epoch: this rank computes nothing for the step
+
+// In pinned memory. Each word is written by one side only, and none by an atomic operation, which PCIe may not have.
 struct Host {
-    u32 code, epoch;
+    u32 lost, lost_epoch; // a peer did not come; never set back
     u64 culprits; // bit r: rank r
-    i64 first, second; // what is wrong: token and id; live and tokens; rows needed and rows there
+    u32 told[4], heard[4], epoch[4]; // of each kind: how often kernels said it, and the host has read it
+    i64 first[4], second[4]; // token and id; live and tokens; rows needed and rows there; ranks
 };
 
 // This rank's own words, which no peer writes.
@@ -37,6 +40,8 @@ struct Local {
     u32 broken;
     u32 unreachable; // expert ids that were left out because their rank is masked, since the start
     u32 totals[64]; // rows of this step for each rank
+    u32 claimed[4]; // as Host::told, by who is about to say it
+    u64 culprits; // as there
 };
 
 struct Common {
@@ -102,87 +107,6 @@ __device__ __forceinline__ int first_of(int rank) { return rank * EACH + (rank <
 
 __device__ __forceinline__ u64 region(const Common &c, int rank, u64 at) {
     return c.peers[rank] + at + c.slot * (u64)IN_STRIDE;
-}
-
-// ---- trouble ----------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void tell(const Common &c, u32 code, i64 first, i64 second) {
-    if ((atomicOr_system(&c.host->code, code) & code) == 0) {
-        c.host->first = first;
-        c.host->second = second;
-        c.host->epoch = c.local->epoch[c.slot];
-        __threadfence_system();
-    }
-}
-
-// The whole block: this rank takes no further step. Tells the host, and leaves a note with all others.
-__device__ __forceinline__ void give_up(const Common &c, u64 culprits) {
-    if (threadIdx.x == 0) {
-        atomicOr(&c.local->broken, 1u);
-        atomicOr_system(&c.host->culprits, culprits);
-        if ((atomicOr_system(&c.host->code, LOST) & LOST) == 0) c.host->epoch = c.local->epoch[c.slot];
-        __threadfence_system();
-    }
-    for (int r = threadIdx.x; r < RANKS; r += THREADS)
-        if (r != (int)c.rank && (c.alive >> r & 1)) store_release(c.peers[r] + IN_NOTES + 8 * c.rank, culprits);
-}
-
-// Wait until a peer's word, of which `v` was read already, carries this epoch. One thread; false when the peer does not
-// come, or has given up: then `missing` says because of whom.
-__device__ __forceinline__ bool await(const Common &c, u64 flag, u64 v, int rank, u32 epoch, u32 *low, u64 *missing) {
-    const u64 note = c.mine + IN_NOTES + 8 * rank;
-    u64 begin = 0;
-    for (u32 n = 0;; n++) {
-        if (n) v = load_acquire((const void *)flag);
-        if ((u32)(v >> 32) == epoch) {
-            *low = (u32)v;
-            return true;
-        }
-        if ((n & 15) == 0) {
-            u64 t = now(), noted = *(volatile u64 *)note;
-            if (n == 0) begin = t;
-            if (noted || t - begin > c.limit) {
-                *missing = noted ? noted : 1ull << rank;
-                return false;
-            }
-        }
-    }
-}
-
-// The whole block waits for one word of each rank that takes part. Returns whether all came, and the epoch.
-__device__ __forceinline__ bool await_all(const Common &c, u64 flags, u32 *low, u32 *epoch) {
-    __shared__ u64 missing_all;
-    const u64 at = c.mine + flags + c.slot * (u64)IN_STRIDE;
-    const u32 broken = c.local->broken, e = c.local->epoch[c.slot]; // these and the first look are under way together
-    const int tid = threadIdx.x;
-    u64 v = tid < RANKS ? load_acquire((const void *)(at + 8 * tid)) : 0;
-    if (tid == 0) missing_all = 0;
-    if (broken) return false;
-    __syncthreads();
-    if (tid < RANKS) {
-        u64 missing = 0;
-        low[tid] = 0;
-        if ((c.alive >> tid & 1) && !await(c, at + 8 * tid, v, tid, e, low + tid, &missing))
-            atomicOr(&missing_all, missing);
-    }
-    __syncthreads();
-    *epoch = e;
-    if (missing_all == 0) return true;
-    give_up(c, missing_all);
-    return false;
-}
-
-// The whole block is over. The last one of the grid returns true: what all blocks wrote happened before, by way of the
-// counter, so that every GPU sees it that acquires what the last block then releases to the system.
-__device__ __forceinline__ bool last_block(u32 *done) {
-    __shared__ u32 last;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        last = count_up(done) == gridDim.x - 1;
-        if (last) *done = 0;
-    }
-    __syncthreads();
-    return last;
 }
 
 // ---- the rows of a step, as a receiver goes through them --------------------------------------------------------

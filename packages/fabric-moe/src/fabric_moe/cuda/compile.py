@@ -25,7 +25,7 @@ __all__ = ["SOURCES", "cubin", "source"]
 
 log = logging.getLogger("fabric.moe")
 
-SOURCES = ("common.cuh", "dispatch.cu", "combine.cu")
+SOURCES = ("common.cuh", "waiting.cuh", "dispatch_send.cu", "dispatch_recv.cu", "combine.cu")
 _OPTIONS = ("--std=c++17", "-lineinfo")
 
 
@@ -131,8 +131,13 @@ def cubin(macros: Mapping[str, int], arch: str) -> bytes:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(image).digest() + image)
-        os.replace(file.name, path)
+            try:
+                file.write(hashlib.sha256(image).digest() + image)
+                file.flush()
+                os.replace(file.name, path)
+            except OSError:  # a full disk, say
+                os.unlink(file.name)
+                raise
     except OSError as error:
         log.info("the kernels are compiled anew each time, since %s cannot be written: %s", path.parent, error)
     return image

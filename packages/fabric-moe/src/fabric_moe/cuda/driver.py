@@ -20,7 +20,7 @@ _PORTABLE_MAPPED = 3  # CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP
 _LAZY_PEER = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _ALREADY_ENABLED = 704
 _SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76
+_MULTIPROCESSORS, _MAJOR, _MINOR, _SHARED_OPTIN = 16, 75, 76, 97
 _HANDLE = 64
 
 
@@ -82,6 +82,7 @@ class Device:
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
         self._context = context
         self.multiprocessors = self._attribute(_MULTIPROCESSORS)
+        self.shared_limit = self._attribute(_SHARED_OPTIN) - 1024  # of a block; the kernels have some static words too
         self.arch = f"sm_{self._attribute(_MAJOR)}{self._attribute(_MINOR)}"
 
     def _attribute(self, which: int) -> int:

@@ -6,13 +6,13 @@ kernels know themselves. All halves of a group belong on one stream, or on strea
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING, Any
 
 from fabric_core import BadRange
-from fabric_moe.cuda.generation import Common, GpuGeneration
+from fabric_moe.cuda.arguments import Back, Recv, Send, Sum, here, rows_of
+from fabric_moe.cuda.generation import GpuGeneration
 from fabric_moe.cuda.views import KINDS, GpuReceived, GpuView
-from fabric_moe.dtypes import bits_of, is_torch, torch_dtype
+from fabric_moe.dtypes import bits_of, torch_dtype, type_name
 from fabric_moe.errors import StepError
 from fabric_moe.step import DONE, RECEIVED, RETURNED, SENT
 
@@ -24,62 +24,6 @@ __all__ = ["GpuStep", "combine_recv", "combine_send", "discard", "dispatch_send"
 _THREADS, _WARPS = 512, 16  # as in common.cuh
 _BLOCKS_EACH = 2  # per multiprocessor
 _DISCARDED = 16
-
-
-class _Send(ctypes.Structure):
-    _fields_ = (
-        ("c", Common),
-        ("x", ctypes.c_uint64),
-        ("scales", ctypes.c_uint64),
-        ("ids", ctypes.c_uint64),
-        ("weights", ctypes.c_uint64),
-        ("live", ctypes.c_uint64),
-        ("tokens", ctypes.c_int32),
-        ("given", ctypes.c_int32),
-        ("wide", ctypes.c_int32),
-        ("each", ctypes.c_int32),
-    )
-
-
-class _Recv(ctypes.Structure):
-    _fields_ = (
-        ("c", Common),
-        ("tokens", ctypes.c_uint64),
-        ("scales", ctypes.c_uint64),
-        ("counts", ctypes.c_uint64),
-        ("offsets", ctypes.c_uint64),
-        ("table", ctypes.c_uint64),
-        ("local_ids", ctypes.c_uint64),
-        ("weights", ctypes.c_uint64),
-        ("expert_rows", ctypes.c_uint64),
-        ("capacity", ctypes.c_int64),
-        ("alignment", ctypes.c_int32),
-        ("kind", ctypes.c_int32),
-        ("held", ctypes.c_int32),
-    )
-
-
-class _Back(ctypes.Structure):
-    _fields_ = (
-        ("c", Common),
-        ("y", ctypes.c_uint64),
-        ("table", ctypes.c_uint64),
-        ("weighted", ctypes.c_int32),
-        ("kind", ctypes.c_int32),
-        ("held", ctypes.c_int32),
-        ("flags", ctypes.c_int32),
-    )
-
-
-class _Sum(ctypes.Structure):
-    _fields_ = (
-        ("c", Common),
-        ("out", ctypes.c_uint64),
-        ("tokens", ctypes.c_int32),
-        ("each", ctypes.c_int32),
-        ("parts", ctypes.c_int32),
-        ("accumulate", ctypes.c_int32),
-    )
 
 
 class _Bytes:
@@ -128,34 +72,19 @@ class GpuStep:
         return f"<Step {self.number}: {self.state}>"
 
 
-def _rows(gen: GpuGeneration, x: Any, what: str, nbytes: int, tokens: int) -> Any:
-    """Return a contiguous tensor on the group's GPU whose rows have `nbytes`. Raises BadRange."""
-    x = _here(gen, x, what)
-    flat = x.reshape(x.shape[0], -1) if x.dim() > 2 else x
-    if flat.dim() != 2 or (got := int(flat.shape[1]) * int(flat.element_size())) != nbytes:
-        raise BadRange(
-            f"{what} has shape {tuple(x.shape)} of {x.dtype}: rows of {nbytes} bytes are configured"
-            + (f", these have {got}" if flat.dim() == 2 else "")
-        )
-    if len(flat) < tokens:
-        raise BadRange(f"{what} has {len(flat)} rows, topk_ids has {tokens} tokens")
-    flat = flat.contiguous()
-    return flat if flat.data_ptr() % 16 == 0 else flat.clone()
-
-
-def _here(gen: GpuGeneration, x: Any, what: str) -> Any:
-    where = f"cuda:{gen.device.number}"
-    if not is_torch(x) or str(x.device) != where:
-        found = str(x.device) if is_torch(x) else type(x).__name__
-        raise BadRange(f"{what} is on {found}: this group was opened for {where}; give a tensor that is there")
-    return x.detach()
-
-
 def _each(gen: GpuGeneration, tokens: int) -> int:
     """Return how many tokens a block takes: a power of two, so that all blocks run at once."""
     blocks, each = _BLOCKS_EACH * gen.device.multiprocessors, 1
     while -(-tokens // each) > blocks:
         each *= 2
+    return each
+
+
+def _each_sent(gen: GpuGeneration, tokens: int) -> int:
+    """Return how many tokens a block of dispatch_send takes: fewer where they do not fit into a block's memory."""
+    each = _each(gen, tokens)
+    while each > 1 and gen.layout.send_shared(each) > gen.device.shared_limit:
+        each //= 2
     return each
 
 
@@ -174,10 +103,9 @@ def dispatch_send(group: MoeGroup, x: Any, ids: Any, weights: Any, scales: Any, 
     """See MoeGroup.dispatch_send."""
     import torch
 
-    gen = group.gpu
-    assert gen is not None
-    config = gen.config
-    ids = _here(gen, ids, "topk_ids")
+    assert group.gpu is not None
+    gen, config = group.gpu, group.config
+    ids = here(gen, ids, "topk_ids")
     if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
         raise BadRange(f"topk_ids is {ids.dtype} of shape {tuple(ids.shape)}: int64 or int32 [tokens, topk] are wanted")
     tokens, given = int(ids.shape[0]), int(ids.shape[1])
@@ -185,39 +113,38 @@ def dispatch_send(group: MoeGroup, x: Any, ids: Any, weights: Any, scales: Any, 
         raise BadRange(f"{tokens} tokens in one step, max_tokens is {config.max_tokens}: split them, or raise it")
     if given > config.topk:
         raise BadRange(f"{given} experts a token, topk is {config.topk}")
-    x = _rows(gen, x, "x", config.token_bytes, tokens)
+    x = rows_of(gen, x, "x", config.token_bytes, tokens, config.dtype)
     if scales is not None and not config.scale_bytes:
-        raise StepError("scales were given, but the group was made with scale_bytes=0")
+        raise BadRange("scales were given, but the group was made with scale_bytes=0")
     if config.scale_bytes:
         if scales is None:
             raise BadRange(f"scales=None: the group was made with {config.scale_bytes} bytes of it for each token")
-        scales = _rows(gen, scales, "scales", config.scale_bytes, tokens)
+        scales = rows_of(gen, scales, "scales", config.scale_bytes, tokens)
     if weights is not None:
-        weights = _here(gen, weights, "topk_weights")
+        weights = here(gen, weights, "topk_weights")
         if weights.shape != ids.shape:
             raise BadRange(f"topk_weights has shape {tuple(weights.shape)}: numbers of shape {tuple(ids.shape)}")
         weights = weights.float().contiguous()
     if isinstance(live, int):
-        if not 0 <= live <= tokens:
+        if isinstance(live, bool) or not 0 <= live <= tokens:
             raise BadRange(f"live={live!r}: topk_ids has {tokens} tokens")
         live = torch.full((1,), live, dtype=torch.int32, device=ids.device)
     elif live is not None:
-        live = _here(gen, live, "live")
+        live = here(gen, live, "live")
         if live.numel() != 1 or live.dtype != torch.int32:
             raise BadRange(f"live is {live.dtype} of shape {tuple(live.shape)}: one int32 is wanted")
     ids = ids.contiguous()
     number, slot = group.free_slot()
-    each = _each(gen, tokens)
-    arguments = _Send(
+    each = _each_sent(gen, tokens)
+    arguments = Send(
         gen.common(slot), x.data_ptr(), scales.data_ptr() if config.scale_bytes else 0, ids.data_ptr(),
         0 if weights is None else weights.data_ptr(), 0 if live is None else live.data_ptr(), tokens, given,
         ids.dtype == torch.int64, each,
     )  # fmt: skip
-    shared = 8 * (each + config.ranks) + 4 * (
-        config.experts + config.ranks + 3 * each * config.topk + 2 * each * config.fan_out
-    )
     step = GpuStep(number, slot, gen, tokens, (x, scales, ids, weights, live))
-    gen.kernels["moe_dispatch_send"].launch(-(-tokens // each) + 1, _THREADS, shared, _stream(gen), arguments)
+    gen.kernels["moe_dispatch_send"].launch(
+        -(-tokens // each) + 1, _THREADS, gen.layout.send_shared(each), _stream(gen), arguments
+    )  # fmt: skip
     group.steps[slot] = step
     group.next_step += 1
     return step
@@ -234,23 +161,19 @@ def lay_out(view: GpuView, capacity: int, alignment: int) -> None:
     """Queue the kernel that waits for the rows and lays them out as the view says."""
     step = view.step
     gen, held = step.generation, view.received.experts
-    config = gen.config
 
     def at(tensor: Any) -> int:
         return 0 if tensor is None else int(tensor.data_ptr())
 
-    arguments = _Recv(
+    arguments = Recv(
         gen.common(step.slot), at(view.tokens), at(view.scales), at(view.counts), at(view.offsets), at(view.table),
         at(view.local_ids), at(view.weights), at(view.expert_rows), capacity, alignment, KINDS[view.kind], held,
     )  # fmt: skip
-    shared = 8 * (held + 1) + 4 * (config.ranks * held + 2 * config.ranks + 1 + held)
     blocks = _grid(gen, view.received.most_rows)
-    gen.kernels["moe_dispatch_recv"].launch(blocks, _THREADS, shared, _stream(gen), arguments)
+    gen.kernels["moe_dispatch_recv"].launch(
+        blocks, _THREADS, gen.layout.recv_shared(held), _stream(gen), arguments
+    )  # fmt: skip
     step.view = view
-
-
-def _table_bytes(view: GpuView) -> int:
-    return 4 * int(view.table.numel())
 
 
 def combine_send(view: GpuView, y: Any, weighted: bool, dtype: str | None) -> None:
@@ -258,19 +181,21 @@ def combine_send(view: GpuView, y: Any, weighted: bool, dtype: str | None) -> No
     step = view.step
     step.must_be(RECEIVED, "combine_send")
     gen = step.generation
-    name = dtype or str(y.dtype).removeprefix("torch.")
+    y = here(gen, y, "y")
+    name = dtype or type_name(y)
     kernel = gen.kernels.get(f"moe_combine_send_{name}")
     if kernel is None:
         raise BadRange(f"y is of {name}: bfloat16, float16 and float32 are summed on GPUs")
-    y = _here(gen, y, "y")
-    wide = gen.config.hidden * bits_of(name) // 8
-    y = _rows(gen, y.reshape(-1, gen.config.hidden), "y", wide, 0)
+    hidden = gen.config.hidden
+    if y.dim() == 3 and y.shape[2] == hidden:
+        y = y.reshape(y.shape[0] * y.shape[1], hidden)
+    y = rows_of(gen, y, "y", hidden * bits_of(name) // 8, 0, name)
     if len(y) != view.rows:
         raise BadRange(f"y has {len(y)} rows, the view that it belongs to has {view.rows}")
-    arguments = _Back(
+    arguments = Back(
         gen.common(step.slot), y.data_ptr(), view.table.data_ptr(), weighted, KINDS[view.kind], view.received.experts, 0
     )
-    kernel.launch(_grid(gen, view.received.most_rows), _THREADS, _table_bytes(view), _stream(gen), arguments)
+    kernel.launch(_grid(gen, view.received.most_rows), _THREADS, 4 * view.table.numel(), _stream(gen), arguments)
     step.keep = (*step.keep, y)
     step.state = RETURNED
 
@@ -283,10 +208,10 @@ def discard(step: GpuStep) -> None:
         GpuReceived(step).rank_major()
     view = step.view
     assert view is not None
-    arguments = _Back(
+    arguments = Back(
         gen.common(step.slot), 0, view.table.data_ptr(), 0, KINDS[view.kind], view.received.experts, _DISCARDED
     )
-    gen.kernels["moe_combine_send_bfloat16"].launch(1, _THREADS, _table_bytes(view), _stream(gen), arguments)
+    gen.kernels["moe_combine_send_bfloat16"].launch(1, _THREADS, 4 * view.table.numel(), _stream(gen), arguments)
     step.state = RETURNED
 
 
@@ -295,8 +220,7 @@ def combine_recv(step: GpuStep, out: Any, accumulate: bool) -> Any:
     import torch
 
     step.must_be(RETURNED, "combine_recv")
-    gen = step.generation
-    config = gen.config
+    gen, config = step.generation, step.generation.config
     if out is None:
         if accumulate:
             raise BadRange("accumulate=True needs out=: the rows to add to")
@@ -304,7 +228,7 @@ def combine_recv(step: GpuStep, out: Any, accumulate: bool) -> Any:
             (step.tokens, config.hidden), dtype=torch_dtype(config.out_dtype),
             device=torch.device("cuda", gen.device.number),
         )  # fmt: skip
-    _here(gen, out, "out")
+    here(gen, out, "out")
     wanted = (step.tokens, config.hidden)
     if tuple(out.shape) != wanted or out.dtype != torch_dtype(config.out_dtype) or not out.is_contiguous():
         raise BadRange(
@@ -315,7 +239,7 @@ def combine_recv(step: GpuStep, out: Any, accumulate: bool) -> Any:
         raise BadRange("out= must begin at a multiple of 16 bytes")
     each = _each(gen, step.tokens)
     parts = 2 if each == 1 and step.tokens <= gen.device.multiprocessors else 1
-    arguments = _Sum(gen.common(step.slot), out.data_ptr(), step.tokens, each, parts, accumulate)
+    arguments = Sum(gen.common(step.slot), out.data_ptr(), step.tokens, each, parts, accumulate)
     blocks = max(1, -(-step.tokens // each)) * parts
     gen.kernels["moe_combine_recv"].launch(blocks, _THREADS, 0, _stream(gen), arguments)
     step.state = DONE

@@ -79,6 +79,20 @@ class GpuLayout:
         return self._held(self.config)
 
     @property
+    def most_shared(self) -> int:
+        """Bytes of a block's memory that the kernels need at least, whatever the tokens: see halves.py."""
+        return max(self.send_shared(1), self.recv_shared(self.held))
+
+    def send_shared(self, each: int) -> int:
+        """Return the bytes of a block's memory that dispatch_send takes with `each` tokens of a block."""
+        c = self.config
+        return 8 * (each + c.ranks) + 4 * (c.experts + c.ranks + 3 * each * c.topk + 2 * each * c.fan_out)
+
+    def recv_shared(self, held: int) -> int:
+        """Return the bytes of a block's memory that dispatch_recv takes on a rank with `held` experts."""
+        return 8 * (held + 1) + 4 * (self.config.ranks * (held + 2) + 1 + held)
+
+    @property
     def peers_at(self) -> int:
         """Where the addresses of all ranks lie in a rank's own memory, behind `struct Local`."""
         return _LOCAL

@@ -8,21 +8,24 @@ from collections.abc import Mapping
 from fabric_core import BadRange, FabricError
 from fabric_moe.errors import RankLost, StepError
 
-__all__ = ["Report"]
+__all__ = ["Report", "Words"]
 
 # As in common.cuh.
-LOST, BAD_ID, BAD_LIVE, OVERFLOW, DISCARDED = 1, 2, 4, 8, 16
+BAD_ID, BAD_LIVE, OVERFLOW, DISCARDED = range(4)
 
 
 class Words(ctypes.Structure):
-    """`struct Host` of common.cuh."""
+    """`struct Host` of common.cuh. The host writes `heard` and nothing else, so it undoes nothing."""
 
     _fields_ = (
-        ("code", ctypes.c_uint32),
-        ("epoch", ctypes.c_uint32),
+        ("lost", ctypes.c_uint32),
+        ("lost_epoch", ctypes.c_uint32),
         ("culprits", ctypes.c_uint64),
-        ("first", ctypes.c_int64),
-        ("second", ctypes.c_int64),
+        ("told", ctypes.c_uint32 * 4),
+        ("heard", ctypes.c_uint32 * 4),
+        ("epoch", ctypes.c_uint32 * 4),
+        ("first", ctypes.c_int64 * 4),
+        ("second", ctypes.c_int64 * 4),
     )
 
 
@@ -35,32 +38,51 @@ class Report:
         self._experts = experts
         self._where = where
 
+    @property
+    def over(self) -> bool:
+        """Whether the group takes no further step."""
+        return self.lost or self._unheard(OVERFLOW)
+
+    @property
+    def lost(self) -> bool:
+        """Whether a kernel gave up: no kernel takes a further step."""
+        return bool(self._words.lost)
+
     def error(self) -> FabricError | None:
-        """Return what was said since the last time, None if nothing was. A lost rank is said again and again."""
+        """Return what was said since the last time, None if nothing was. What ends a group is said again and again."""
         words = self._words
-        code = int(words.code)
-        if code == 0:
-            return None
-        if code & BAD_ID:
-            words.code = code & ~BAD_ID
+        if self._unheard(OVERFLOW):
             return BadRange(
-                f"rank {self._rank}: token {words.first} named expert {words.second}: experts go from 0 to "
-                f"{self._experts - 1}, -1 is none. It was taken for none; the result of that step is not what was meant"
+                f"rank {self._rank}: a view needed {words.first[OVERFLOW]} rows, its capacity is "
+                f"{words.second[OVERFLOW]}: give capacity= for the fullest case. The group takes no further step"
             )
-        if code & BAD_LIVE:
-            words.code = code & ~BAD_LIVE
-            return BadRange(f"rank {self._rank}: live={words.first}, topk_ids has {words.second} tokens")
-        if code & OVERFLOW:
+        if words.lost:
+            return self._lost()
+        for kind in (BAD_ID, BAD_LIVE, DISCARDED):
+            if self._unheard(kind):
+                first, second = int(words.first[kind]), int(words.second[kind])
+                words.heard[kind] = words.told[kind]  # from now on a kernel may say it again
+                return self._of_a_step(kind, first, second)
+        return None
+
+    def _unheard(self, kind: int) -> bool:
+        return bool(self._words.told[kind] != self._words.heard[kind])
+
+    def _of_a_step(self, kind: int, first: int, second: int) -> FabricError:
+        if kind == BAD_ID:
             return BadRange(
-                f"rank {self._rank}: a view needed {words.first} rows, its capacity is {words.second}: give capacity= "
-                "for the fullest case. The group takes no further step"
+                f"rank {self._rank}: token {first} named expert {second}: experts go from 0 to {self._experts - 1}, "
+                "-1 is none. It was taken for none; the result of that step is not what was meant"
             )
-        if code & DISCARDED:
-            words.code = code & ~DISCARDED
-            gone = [r for r in range(64) if words.first >> r & 1]
-            return StepError(f"rank {self._rank}: ranks {gone} discarded a step: its sums are not complete")
+        if kind == BAD_LIVE:
+            return BadRange(f"rank {self._rank}: live={first}, topk_ids has {second} tokens")
+        gone = [r for r in range(64) if first >> r & 1]
+        return StepError(f"rank {self._rank}: ranks {gone} discarded a step: its sums are not complete")
+
+    def _lost(self) -> RankLost:
+        words = self._words
         culprits = [r for r in range(64) if words.culprits >> r & 1]
         who = ", ".join(
             f"rank {r}" + (" (this rank)" if r == self._rank else f" at {self._where.get(r, '?')}") for r in culprits
         )
-        return RankLost(f"rank {self._rank}, use {words.epoch} of a slot: nothing came from {who}", ranks=culprits)
+        return RankLost(f"rank {self._rank}, use {words.lost_epoch} of a slot: nothing came from {who}", ranks=culprits)

@@ -1,0 +1,100 @@
+"""What the halves are given and what kernels are given: tensors that are looked at, structures passed by value."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+from fabric_core import BadRange
+from fabric_moe.cuda.generation import Common
+from fabric_moe.dtypes import check_type, flat, is_torch
+
+if TYPE_CHECKING:
+    from fabric_moe.cuda.generation import GpuGeneration
+
+__all__ = ["Back", "Recv", "Send", "Sum", "here", "rows_of"]
+
+
+class Send(ctypes.Structure):
+    _fields_ = (
+        ("c", Common),
+        ("x", ctypes.c_uint64),
+        ("scales", ctypes.c_uint64),
+        ("ids", ctypes.c_uint64),
+        ("weights", ctypes.c_uint64),
+        ("live", ctypes.c_uint64),
+        ("tokens", ctypes.c_int32),
+        ("given", ctypes.c_int32),
+        ("wide", ctypes.c_int32),
+        ("each", ctypes.c_int32),
+    )
+
+
+class Recv(ctypes.Structure):
+    _fields_ = (
+        ("c", Common),
+        ("tokens", ctypes.c_uint64),
+        ("scales", ctypes.c_uint64),
+        ("counts", ctypes.c_uint64),
+        ("offsets", ctypes.c_uint64),
+        ("table", ctypes.c_uint64),
+        ("local_ids", ctypes.c_uint64),
+        ("weights", ctypes.c_uint64),
+        ("expert_rows", ctypes.c_uint64),
+        ("capacity", ctypes.c_int64),
+        ("alignment", ctypes.c_int32),
+        ("kind", ctypes.c_int32),
+        ("held", ctypes.c_int32),
+    )
+
+
+class Back(ctypes.Structure):
+    _fields_ = (
+        ("c", Common),
+        ("y", ctypes.c_uint64),
+        ("table", ctypes.c_uint64),
+        ("weighted", ctypes.c_int32),
+        ("kind", ctypes.c_int32),
+        ("held", ctypes.c_int32),
+        ("flags", ctypes.c_int32),
+    )
+
+
+class Sum(ctypes.Structure):
+    _fields_ = (
+        ("c", Common),
+        ("out", ctypes.c_uint64),
+        ("tokens", ctypes.c_int32),
+        ("each", ctypes.c_int32),
+        ("parts", ctypes.c_int32),
+        ("accumulate", ctypes.c_int32),
+    )
+
+
+def rows_of(gen: GpuGeneration, x: Any, what: str, nbytes: int, tokens: int, kind: str | None = None) -> Any:
+    """Return a contiguous tensor on the group's GPU whose rows have `nbytes`, of numbers of `kind` (None: any).
+
+    Raises BadRange.
+    """
+    x = here(gen, x, what)
+    wide = flat(x, what)
+    if wide.dim() != 2 or (got := int(wide.shape[1]) * int(wide.element_size())) != nbytes:
+        raise BadRange(
+            f"{what} has shape {tuple(x.shape)} of {x.dtype}: rows of {nbytes} bytes are configured"
+            + (f", these have {got}" if wide.dim() == 2 else "")
+        )
+    if kind is not None:
+        check_type(wide, kind, what)
+    if len(wide) < tokens:
+        raise BadRange(f"{what} has {len(wide)} rows, topk_ids has {tokens} tokens")
+    wide = wide.contiguous()
+    return wide if wide.data_ptr() % 16 == 0 else wide.clone()
+
+
+def here(gen: GpuGeneration, x: Any, what: str) -> Any:
+    """Return a tensor without its gradient if it is on the group's GPU. Raises BadRange."""
+    where = f"cuda:{gen.device.number}"
+    if not is_torch(x) or str(x.device) != where:
+        found = str(x.device) if is_torch(x) else type(x).__name__
+        raise BadRange(f"{what} is on {found}: this group was opened for {where}; give a tensor that is there")
+    return x.detach()

@@ -1,0 +1,215 @@
+// Dispatch, the sending half. It gives each row its place: a slot in the memory that the receiver keeps for this sender,
+// and, for each expert, how many earlier rows of this sender are for that expert. So the receiver sorts nothing, and
+// the order is that of sources and tokens, whatever arrives first.
+
+#define VEC widest(TOKEN_BYTES, 16)
+#define VECS (TOKEN_BYTES / VEC)
+#define AHEAD 4 // vectors of a lane that are under way at a time
+typedef Bits<VEC>::type Vec;
+#if SCALE_BYTES
+#    define SVEC widest(SCALE_BYTES, 16)
+#    define SVECS (SCALE_BYTES / SVEC)
+typedef Bits<SVEC>::type Svec;
+#endif
+
+struct SendArgs {
+    Common c;
+    const u8 *x;
+    const u8 *scales;
+    const void *ids;
+    const float *weights; // null: 1
+    const int *live; // null: all
+    int tokens, given; // rows, and ids of each
+    int wide; // ids are of 64 bits
+    int each; // tokens of a block
+};
+
+__device__ __forceinline__ i64 raw_id(const SendArgs &a, int t, int j) {
+    if (j >= a.given) return -1;
+    i64 at = (i64)t * a.given + j;
+    return a.wide ? ((const i64 *)a.ids)[at] : ((const int *)a.ids)[at];
+}
+__device__ __forceinline__ float weight_at(const SendArgs &a, int t, int j) {
+    return a.weights && j < a.given ? a.weights[(i64)t * a.given + j] : 1.f;
+}
+// An expert of ours or of another rank that takes part, else -1. `loud`: this thread reports what is wrong with it.
+__device__ __forceinline__ int checked(const SendArgs &a, i64 id, int t, bool loud) {
+    if (id < -1 || id >= EXPERTS) {
+        if (loud) tell(a.c, BAD_ID, t, id);
+        return -1;
+    }
+    if (id < 0) return -1;
+    if (!(a.c.alive >> owner((int)id) & 1)) {
+        if (loud) atomicAdd(&a.c.local->unreachable, 1u);
+        return -1;
+    }
+    return (int)id;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_dispatch_send(SendArgs a) {
+    extern __shared__ u64 shared[];
+    const Common &c = a.c;
+    const int tid = threadIdx.x, lane = tid & 31, each = a.each;
+    u64 *mask = shared; // [each] ranks of a token
+    u64 *peers = mask + each; // [RANKS]
+    u32 *hist = (u32 *)(peers + RANKS); // [EXPERTS] earlier copies for an expert
+    u32 *rows = hist + EXPERTS; // [RANKS] earlier rows for a rank
+    int *ids = (int *)(rows + RANKS); // [each * TOPK]
+    u32 *place = (u32 *)ids + each * TOPK; // [each * TOPK]
+    u32 *slot = place + each * TOPK; // [each * FAN] place of a token's row at its n-th rank
+    u32 *to = slot + each * FAN; // [each * FAN] that rank
+    float *weights = (float *)(to + each * FAN); // [each * TOPK]
+    const u32 broken = c.local->broken, epoch = c.local->epoch[c.slot] + 1;
+    int live = a.live ? *a.live : a.tokens;
+    if (live < 0 || live > a.tokens) {
+        if (blockIdx.x == 0 && tid == 0) tell(c, BAD_LIVE, live, a.tokens);
+        live = live < 0 ? 0 : a.tokens;
+    }
+    const int first = blockIdx.x * each;
+    const int own = live - first < each ? (live > first ? live - first : 0) : each;
+
+    // The first token of each group of lanes is on its way while the places are found.
+    const int groups = each < WARPS ? each : WARPS, wide = THREADS / groups;
+    const int group = tid / wide, in = tid % wide;
+    Vec ahead[AHEAD];
+    if (group < own) {
+        const Vec *x = (const Vec *)(a.x + (i64)(first + group) * TOKEN_BYTES);
+#pragma unroll
+        for (int n = 0; n < AHEAD; n++)
+            if (in + n * wide < VECS) ahead[n] = x[in + n * wide];
+    }
+
+#if SCALE_BYTES
+    Svec scale_ahead;
+    if (group < own && in < SVECS) scale_ahead = ((const Svec *)(a.scales + (i64)(first + group) * SCALE_BYTES))[in];
+#endif
+    // and so are the ids of the first tokens before
+    const int before = first < live ? first : live;
+    i64 some[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) some[i] = i < TOPK && tid < before ? raw_id(a, tid, i) : -1;
+    const u64 peer = tid < RANKS ? c.peers[tid] : 0;
+    i64 id = tid < own * TOPK ? raw_id(a, first + tid / TOPK, tid % TOPK) : -1;
+    float weight = tid < own * TOPK ? weight_at(a, first + tid / TOPK, tid % TOPK) : 1.f;
+    for (int i = tid; i < EXPERTS + RANKS; i += THREADS) hist[i] = 0;
+    if (tid < RANKS) peers[tid] = peer;
+    for (int p = tid; p < each * TOPK; p += THREADS) {
+        if (p != tid) {
+            id = p < own * TOPK ? raw_id(a, first + p / TOPK, p % TOPK) : -1;
+            weight = p < own * TOPK ? weight_at(a, first + p / TOPK, p % TOPK) : 1.f;
+        }
+        ids[p] = checked(a, id, first + p / TOPK, true);
+        weights[p] = weight;
+    }
+    if (broken) return;
+    __syncthreads();
+
+    // what the tokens before this block's take
+    u32 seen[(RANKS + 31) / 32] = {};
+    for (int base = tid - lane; base < before; base += THREADS) {
+        u64 m = 0;
+        if (base + lane < before)
+            for (int j = 0; j < TOPK; j += 8) {
+                if (j || base >= THREADS) {
+#pragma unroll
+                    for (int i = 0; i < 8; i++) some[i] = j + i < TOPK ? raw_id(a, base + lane, j + i) : -1;
+                }
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    int e = checked(a, some[i], 0, false);
+                    if (e < 0) continue;
+                    atomicAdd(hist + e, 1u);
+                    m |= 1ull << owner(e);
+                }
+            }
+#pragma unroll
+        for (int d = 0; d < RANKS; d++) {
+            u32 n = __popc(__ballot_sync(~0u, m >> d & 1));
+            if (lane == (d & 31)) seen[d / 32] += n;
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < (RANKS + 31) / 32; n++)
+        if (n * 32 + lane < RANKS && seen[n]) atomicAdd(rows + n * 32 + lane, seen[n]);
+    for (int t = tid; t < each; t += THREADS) {
+        u64 m = 0;
+        for (int j = 0; j < TOPK; j++) {
+            int e = ids[t * TOPK + j];
+            if (e >= 0) m |= 1ull << owner(e);
+        }
+        mask[t] = m;
+        if (first + t < a.tokens) c.turns[first + t] = (u8)__popcll(m);
+    }
+    __syncthreads();
+    for (int p = tid; p < own * TOPK; p += THREADS) {
+        int e = ids[p];
+        u32 n = e >= 0 ? hist[e] : 0;
+        for (int q = 0; q < p; q++) n += ids[q] == e;
+        place[p] = n;
+    }
+    for (int q = tid; q < own * FAN; q += THREADS) {
+        u64 m = mask[q / FAN];
+        if (q % FAN >= __popcll(m)) continue;
+        for (int i = q % FAN; i; i--) m &= m - 1;
+        int d = __ffsll((i64)m) - 1;
+        u32 n = rows[d];
+        for (int t = 0; t < q / FAN; t++) n += (u32)(mask[t] >> d & 1);
+        slot[q] = n;
+        to[q] = d;
+    }
+    __syncthreads();
+
+    const u64 slab = IN_ROWS + c.slot * (u64)IN_STRIDE + (u64)c.rank * MAX_TOKENS * ROW_BYTES;
+    for (int t = group; t < own; t += groups) {
+        const Vec *x = (const Vec *)(a.x + (i64)(first + t) * TOKEN_BYTES);
+        const int n = __popcll(mask[t]);
+        for (int v = in; v < VECS; v += AHEAD * wide) {
+            if (t != group || v != in) {
+#pragma unroll
+                for (int i = 0; i < AHEAD; i++)
+                    if (v + i * wide < VECS) ahead[i] = x[v + i * wide];
+            }
+            for (int q = t * FAN; q < t * FAN + n; q++) {
+                Vec *row = (Vec *)(peers[to[q]] + slab + (u64)slot[q] * ROW_BYTES);
+#pragma unroll
+                for (int i = 0; i < AHEAD; i++)
+                    if (v + i * wide < VECS) row[v + i * wide] = ahead[i];
+            }
+        }
+#if SCALE_BYTES
+        const Svec *s = (const Svec *)(a.scales + (i64)(first + t) * SCALE_BYTES);
+        for (int v = in; v < SVECS; v += wide) {
+            Svec value = t != group || v != in ? s[v] : scale_ahead;
+            for (int q = t * FAN; q < t * FAN + n; q++)
+                ((Svec *)(peers[to[q]] + slab + (u64)slot[q] * ROW_BYTES + SCALE_AT))[v] = value;
+        }
+#endif
+        for (int w = in; w < META_WORDS * n; w += wide) {
+            int i = w / META_WORDS, k = w % META_WORDS, j = k % TOPK, q = t * FAN + i, d = to[q], e = ids[t * TOPK + j];
+            u32 value;
+            if (k < TOPK) value = e >= 0 && owner(e) == d ? e - first_of(d) : -1;
+            else if (k < 2 * TOPK) value = place[t * TOPK + j];
+            else if (k < 3 * TOPK) value = __float_as_uint(weights[t * TOPK + j]);
+            else value = (first + t) * FAN + i;
+            u64 meta = peers[d] + IN_META + c.slot * (u64)IN_STRIDE + ((u64)c.rank * MAX_TOKENS + slot[q]) * META_BYTES;
+            ((u32 *)meta)[k] = value;
+        }
+    }
+
+    // The last block has no token of its own, and has seen all: it says how many rows each rank gets, and each expert.
+    if (blockIdx.x == gridDim.x - 1) {
+        for (int e = tid; e < EXPERTS; e += THREADS) {
+            int d = owner(e);
+            if (c.alive >> d & 1)
+                ((u32 *)(peers[d] + IN_COUNTS + c.slot * (u64)IN_STRIDE))[c.rank * HELD + e - first_of(d)] = hist[e];
+        }
+        for (int d = tid; d < RANKS; d += THREADS) c.local->totals[d] = rows[d];
+    }
+    if (last_block(&c.local->done[0])) {
+        for (int d = tid; d < RANKS; d += THREADS)
+            if (c.alive >> d & 1)
+                store_release(region(c, d, IN_ROW_FLAGS) + 8 * c.rank,
+                              (u64)epoch << 32 | *(volatile u32 *)&c.local->totals[d]);
+        if (tid == 0) c.local->epoch[c.slot] = epoch;
+    }
+}

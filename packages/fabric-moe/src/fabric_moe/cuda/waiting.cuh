@@ -1,0 +1,89 @@
+// Waiting for peers with a limit, and what becomes of it when they do not come; the end of a grid.
+
+__device__ __forceinline__ void tell(const Common &c, u32 kind, i64 first, i64 second) {
+    volatile Host *h = c.host;
+    const u32 heard = h->heard[kind];
+    if (atomicCAS(&c.local->claimed[kind], heard, heard + 1) != heard) return; // the host has yet to read the last one
+    h->epoch[kind] = c.local->epoch[c.slot];
+    h->first[kind] = first;
+    h->second[kind] = second;
+    __threadfence_system(); // the host reads these when it sees the count
+    h->told[kind] = heard + 1;
+}
+
+// This rank takes no further step: tells the host, and leaves a note with all others. The first block to do so leaves
+// it, once: whoever finds our note may free its memory. Called by whole blocks.
+__device__ __forceinline__ void give_up(const Common &c, u64 culprits) {
+    if (threadIdx.x) return;
+    volatile Host *h = c.host;
+    volatile u64 *all = &c.local->culprits;
+    atomicOr(&c.local->culprits, culprits);
+    u64 known;
+    do { // another block may have added one meanwhile, and stored before us
+        h->culprits = known = *all;
+        __threadfence_system();
+    } while (known != *all);
+    h->lost_epoch = c.local->epoch[c.slot];
+    __threadfence_system();
+    h->lost = 1;
+    if (atomicOr(&c.local->broken, 1u)) return;
+    for (int r = 0; r < RANKS; r++)
+        if (r != (int)c.rank && (c.alive >> r & 1)) store_release(c.peers[r] + IN_NOTES + 8 * c.rank, culprits);
+}
+
+// Wait until a peer's word, of which `v` was read already, carries this epoch. One thread; false when the peer does not
+// come, or has given up: then `missing` says because of whom.
+__device__ __forceinline__ bool await(const Common &c, u64 flag, u64 v, int rank, u32 epoch, u32 *low, u64 *missing) {
+    const u64 note = c.mine + IN_NOTES + 8 * rank;
+    u64 begin = 0;
+    for (u32 n = 0;; n++) {
+        if (n) v = load_acquire((const void *)flag);
+        if ((u32)(v >> 32) == epoch) {
+            *low = (u32)v;
+            return true;
+        }
+        if ((n & 15) == 0) {
+            u64 t = now(), noted = *(volatile u64 *)note;
+            if (n == 0) begin = t;
+            if (noted || t - begin > c.limit) {
+                *missing = noted ? noted : 1ull << rank;
+                return false;
+            }
+        }
+    }
+}
+
+// The whole block waits for one word of each rank that takes part. Returns whether all came, and the epoch.
+__device__ __forceinline__ bool await_all(const Common &c, u64 flags, u32 *low, u32 *epoch) {
+    __shared__ u64 missing_all;
+    const u64 at = c.mine + flags + c.slot * (u64)IN_STRIDE;
+    const u32 broken = c.local->broken, e = c.local->epoch[c.slot]; // these and the first look are under way together
+    const int tid = threadIdx.x;
+    u64 v = tid < RANKS ? load_acquire((const void *)(at + 8 * tid)) : 0;
+    if (tid == 0) missing_all = 0;
+    if (__syncthreads_or(broken)) return false; // another block may be giving up: all threads of this one, or none
+    if (tid < RANKS) {
+        u64 missing = 0;
+        low[tid] = 0;
+        if ((c.alive >> tid & 1) && !await(c, at + 8 * tid, v, tid, e, low + tid, &missing))
+            atomicOr(&missing_all, missing);
+    }
+    __syncthreads();
+    *epoch = e;
+    if (missing_all == 0) return true;
+    give_up(c, missing_all);
+    return false;
+}
+
+// The whole block is over. The last one of the grid returns true: what all blocks wrote happened before, by way of the
+// counter, so that every GPU sees it that acquires what the last block then releases to the system.
+__device__ __forceinline__ bool last_block(u32 *done) {
+    __shared__ u32 last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = count_up(done) == gridDim.x - 1;
+        if (last) *done = 0;
+    }
+    __syncthreads();
+    return last;
+}

@@ -1,0 +1,203 @@
+"""Leaving: at the end of a job, in the middle of a step, after something went wrong; and what cannot be joined."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from moe_cases import Case, compute, dispatch, finish, run_steps, same, view_of, wanted
+
+from fabric_core import QueueFull, TransferEngine
+from fabric_moe import MoeGroup, RankLost, Table
+from fabric_moe.generation import ROWS, SUMS, Write
+
+CASE = Case(ranks=3, experts=6, topk=3, hidden=16, tokens=[5, 4, 6], more={"timeout": 60.0})
+
+
+@pytest.fixture
+def alone() -> Iterator[list[TransferEngine]]:
+    """An engine for each rank, as processes have it."""
+    engines = [TransferEngine.open() for _ in range(3)]
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+def returned(case: Case, groups: Sequence[MoeGroup]) -> list[Any]:
+    """Steps whose sums were sent by all."""
+    steps = [dispatch(case, group, 0) for group in groups]
+    views = [view_of(case, group.dispatch_recv(step)) for group, step in zip(groups, steps, strict=True)]
+    for group, view in zip(groups, views, strict=True):
+        group.combine_send(view, compute(case, view))
+    return steps
+
+
+def test_who_has_done_its_part_may_leave(alone: list[TransferEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 leaves, with its engine, while rank 1 still waits for the sums of rank 2: that is no loss."""
+    groups = MoeGroup.open_many(alone, CASE.config, range(3), Table())
+    third, one = groups[2].generation, groups[1].generation
+    post, expect, held, tried = third.post, one.expect, [], []
+
+    def later(slot: int, kind: int | None, writes: Sequence[Write]) -> None:
+        held.append((slot, kind, [w for w in writes if w.rank == 1 and kind == SUMS]))
+        post(slot, kind, [w for w in writes if w.rank != 1 or kind != SUMS])
+
+    def watched(slot: int, kind: int, count: int, peers: Sequence[str]) -> Any:
+        tried.append(len(peers))
+        if len(tried) == 2:  # rank 0 is known to be gone: now rank 2 gets to it
+            for work in held:
+                post(*work)
+        return expect(slot, kind, count, peers)
+
+    monkeypatch.setattr(third, "post", later)
+    steps = returned(CASE, groups)
+    assert same(finish(CASE, groups[0], steps[0], 0), wanted(CASE, 0, 0))
+    groups[0].close()
+    alone[0].close()
+    monkeypatch.setattr(one, "expect", watched)
+    assert same(finish(CASE, groups[1], steps[1], 0), wanted(CASE, 1, 0))
+    assert tried == [3, 1]  # then for rank 2 alone
+    step = dispatch(CASE, groups[1], 1)
+    with pytest.raises(RankLost) as lost:  # but for what it has not done it is missed
+        groups[1].dispatch_recv(step)
+    assert lost.value.ranks == (0,)
+
+
+class Owed:
+    """A write that is on its way until somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    @property
+    def done(self) -> bool:
+        return "wait" in self.calls
+
+    def wait(self, timeout: float) -> None:
+        self.calls.append("wait")
+
+    def cancel(self) -> None:
+        self.calls.append("cancel")
+
+
+@pytest.mark.parametrize("how", ["close", "regroup"])
+def test_what_is_owed_leaves_before_the_rank_does(opened: Any, how: str) -> None:
+    """Sums of a finished step that are still on their way are not cancelled."""
+    groups = opened(CASE)
+    assert run_steps(CASE, groups, 1) == 3
+    owed = Owed()
+    groups[0].generation.transfers[0].append(owed)
+    if how == "close":
+        groups[0].close()
+    else:
+        groups[0].regroup_begin([0, 1, 2])
+    assert owed.calls[0] == "wait"
+
+
+def test_a_write_of_the_last_step_arrives_late(alone: list[TransferEngine]) -> None:
+    """The rank that it comes from has left by then."""
+    with TransferEngine.open(faults="delay=200ms") as slow:
+        groups = MoeGroup.open_many([slow, *alone], CASE.config, range(3), Table())
+        steps = returned(CASE, groups)
+        assert same(finish(CASE, groups[0], steps[0], 0), wanted(CASE, 0, 0))
+        groups[0].close()
+    for group, step in zip(groups[1:], steps[1:], strict=True):
+        assert same(finish(CASE, group, step, 0), wanted(CASE, group.rank, 0))
+        group.close()
+
+
+@pytest.mark.parametrize("half", ["dispatch", "combine"])
+def test_who_wants_no_result_may_leave(opened: Any, half: str) -> None:
+    """After what its experts made was sent, or where only the dispatch was wanted: nobody misses it for that."""
+    groups = opened(CASE)
+    steps = returned(CASE, groups) if half == "combine" else [dispatch(CASE, group, 0) for group in groups]
+    if half == "dispatch":
+        groups[0].dispatch_recv(steps[0])
+    groups[0].close()
+    for group, step in zip(groups[1:], steps[1:], strict=True):
+        if half == "combine":
+            assert same(finish(CASE, group, step, 0), wanted(CASE, group.rank, 0))
+        else:
+            late = [1, 2]
+            assert group.notes.read(lambda: late) is None  # noqa: B023
+            view = group.dispatch_recv(step).compact()
+            group.combine_send(view, view.tensor())
+    if half == "dispatch":
+        with pytest.raises(RankLost, match="rank 0 gave up step 1"):
+            groups[1].combine_recv(steps[1])
+
+
+def test_who_leaves_in_the_middle_says_so(opened: Any) -> None:
+    """Long before the timeout: whoever waits hears it."""
+    groups = opened(CASE)
+    steps = [dispatch(CASE, group, 0) for group in groups]
+    groups[1].close()
+    view = view_of(CASE, groups[0].dispatch_recv(steps[0]))  # for which it has done its part
+    groups[0].combine_send(view, compute(CASE, view))
+    with pytest.raises(RankLost, match="rank 1 gave up step 1 because of rank 1") as lost:
+        groups[0].combine_recv(steps[0])
+    assert lost.value.ranks == (1,)
+
+
+def test_who_gave_up_and_went_is_not_the_culprit(alone: list[TransferEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2's rows for rank 1 are lost. Rank 1 gives up and is gone, with its engine, when rank 0 comes to wait."""
+    groups = MoeGroup.open_many(alone, CASE.config, range(3), Table())
+    post = groups[2].generation.post
+
+    def lossy(slot: int, kind: int | None, writes: Sequence[Write]) -> None:
+        post(slot, kind, [w for w in writes if kind != ROWS or w.rank != 1])
+
+    monkeypatch.setattr(groups[2].generation, "post", lossy)
+    steps = [dispatch(CASE, group, 0) for group in groups]
+    view = view_of(CASE, groups[0].dispatch_recv(steps[0]))
+    groups[0].combine_send(view, compute(CASE, view))
+    with pytest.raises(RankLost) as lost:
+        groups[1].dispatch_recv(steps[1], timeout=1.0)
+    assert lost.value.ranks == (2,)
+    groups[1].close()
+    alone[1].close()
+    with pytest.raises(RankLost, match="rank 1 gave up step 1 because of rank 2") as lost:
+        groups[0].combine_recv(steps[0])
+    assert lost.value.ranks == (2,)
+
+
+def test_an_error_of_the_engine_is_told_to_the_others(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = opened(CASE)
+    gen = groups[1].generation
+    post = gen.post
+
+    def full(slot: int, kind: int | None, writes: Sequence[Write]) -> None:
+        if kind == ROWS:
+            raise QueueFull("no room")
+        post(slot, kind, writes)
+
+    monkeypatch.setattr(gen, "post", full)
+    step, _ = dispatch(CASE, groups[0], 0), dispatch(CASE, groups[2], 0)
+    with pytest.raises(QueueFull):
+        dispatch(CASE, groups[1], 0)
+    with pytest.raises(RankLost, match="rank 1 gave up step 1 because of rank 1"):
+        groups[0].dispatch_recv(step)
+
+
+def test_the_second_phase_is_not_sent_twice(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails half done on the callback thread: the receiving half raises that, and sends nothing again."""
+    case = Case(**{**vars(CASE), "more": {"timeout": 60.0, "private_tokens": 1, "private_max": 1}})
+    groups = opened(case)
+    gen = groups[0].generation
+    post, sent, failed = gen.post, [], threading.Event()
+
+    def failing(slot: int, kind: int | None, writes: Sequence[Write]) -> None:
+        sent.append(kind)
+        post(slot, kind, writes[:1] if sent.count(ROWS) == 2 else writes)
+        if sent.count(ROWS) == 2:
+            failed.set()
+            raise QueueFull("no room for the rest")
+
+    monkeypatch.setattr(gen, "post", failing)
+    steps = [dispatch(case, group, 0) for group in groups]
+    assert failed.wait(60)
+    with pytest.raises(QueueFull, match="for the rest"):
+        groups[0].dispatch_recv(steps[0])
+    assert sent.count(ROWS) == 2

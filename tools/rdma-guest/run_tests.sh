@@ -6,7 +6,7 @@
 #   run_tests.sh kit N I/K       of it the I-th of K parts (each some of its files), for machines that are wanted for other things too
 #   run_tests.sh quick           a part of both: what CI has time for
 #   run_tests.sh stand-in        the KV demo between two NICs, with a few lines in place of the model
-#   run_tests.sh demo            the same with the model; needs torch, whose import takes a minute in there
+#   run_tests.sh demo            the same with the model: kv_demo.sh calls it, with the memory that this needs
 #   run_tests.sh -k burst ...    only the tests of fabric-ibverbs, with these arguments
 #
 # The emulated machine is slow and may be slower: deadlines are long, heartbeats rare. hypothesis's examples are few at this
@@ -64,7 +64,11 @@ quick)
     own -k 'loss or burst or revoked or secret or garbage or refused'
     ;;
 stand-in) own -s -k stand_in ;;
-demo) own -s -k same_tokens ;;
+demo)
+    read -r _ kib _ </proc/meminfo
+    ((kib > 8000000)) || { echo "run_tests.sh: demo: $((kib >> 10)) MiB of memory, and two copies of the model need 8000: tools/rdma-guest/kv_demo.sh" >&2; exit 2; }
+    own -s -k same_tokens -o faulthandler_timeout=7200
+    ;;
 *) own "$@" ;;
 esac
 exit $status

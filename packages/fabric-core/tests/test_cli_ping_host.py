@@ -74,6 +74,14 @@ def test_everybody_who_asks_is_told_the_address_and_only_where_the_nics_are() ->
         ping_meet.ask("127.0.0.1", port, 5)
 
 
+def test_a_gid_that_is_an_ipv4_address_is_where_its_nic_answers() -> None:
+    """RoCE v2; a GID of InfiniBand, or of a link, is none."""
+    end = "/0/11/18f65caa#2021c80c62cec639"
+    roce = [f"00000000000000000000ffff0a4d000{number}{end}" for number in (1, 2)]
+    other = [f"fe80000000000000020203fffe040506{end}", f"fe80000000000000ffff00000a4d0001{end}"]
+    assert ping_meet.hosts_of(NetAddr("ibverbs", (*roce, *other))) == ["10.77.0.1", "10.77.0.2"]
+
+
 def test_one_who_asks_and_does_not_read_is_in_nobodys_way() -> None:
     port = free_port()
     with ping_meet.Meeting(ADDRESS, ["127.0.0.1"], port), socket.create_connection(("127.0.0.1", port)):

@@ -20,6 +20,7 @@ import pytest
 from verbs_rig import (
     DEADLINE,
     addressless,
+    connect,
     devices,
     eventually,
     grown,
@@ -54,27 +55,6 @@ IMMEDIATES = int(os.environ.get("VERBS_IMMEDIATES", "10000"))
 @pytest.fixture(autouse=True)
 def _devices() -> None:
     need(2)
-
-
-@pytest.fixture
-def opened() -> Iterator[list[TransferEngine]]:
-    engines: list[TransferEngine] = []
-    yield engines
-    for engine in reversed(engines):
-        engine.close()
-
-
-@pytest.fixture
-def pair(opened: list[TransferEngine]) -> tuple[TransferEngine, TransferEngine]:
-    """Two engines on two devices: what they say crosses a wire."""
-    opened += [open_on("rxe0"), open_on("rxe1")]
-    return opened[0], opened[1]
-
-
-def connect(a: TransferEngine, b: TransferEngine) -> tuple[Memory, Memory]:
-    source, target = Memory(a, 65536, pattern(1, 65536)), Memory(b, 65536)
-    a.submit_single_write(64, None, (source.handle, 0), (target.desc, 0)).wait(DEADLINE)
-    return source, target
 
 
 def rounds(a: TransferEngine, b: TransferEngine, count: int, pages: int, size: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from dataclasses import replace
@@ -65,6 +66,7 @@ def test_every_variable_is_read_and_documented() -> None:
         ("SL", "16"),
         ("TRAFFIC_CLASS", "256"),
         ("GID", "-1"),
+        ("GID", "256"),  # verbs has 8 bits for the index in a path: it would be another one there
     ],
 )
 def test_a_setting_that_cannot_be_is_refused_by_name(name: str, value: str) -> None:
@@ -162,6 +164,12 @@ def test_a_misspelt_address_is_known_to_be_none(bad: str) -> None:
     """C12: refused at once, in Python."""
     assert backend.known_address(GOOD)
     assert not backend.known_address(bad)
+
+
+def test_a_peer_too_many_is_told_with_the_setting_that_bounds_them() -> None:
+    """C6: the engine's own words for ENOSPC speak of registrations."""
+    assert "FABRIC_VERBS_PEERS" in backend.words("nic", "peer", -errno.ENOSPC)
+    assert backend.words("nic", "peer", -errno.ETIMEDOUT) == ""
 
 
 def test_a_missing_library_is_one_line_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ tools/rdma-guest/build_programs.py compiles them before the guest starts; skippe
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -78,10 +79,37 @@ def test_an_address_that_comes_back_is_reached_again() -> None:
     assert said.count("from it, again: connected") == 2
 
 
+def test_what_was_behind_a_refused_write_ends_beside_a_busy_peer() -> None:
+    """C1: it is posted again although the completion queue's common part is taken meanwhile."""
+    assert program("redo_share", 3).count("1 refused, 30 well of 31") == 3
+
+
+def test_hosts_that_are_not_there_cost_the_others_nothing() -> None:
+    """C8, C11: the kernel looks for each of them for a second; first contact with a living one does not wait for it."""
+    assert "connected after" in program("dead_hosts", 20)
+
+
+def test_too_little_memory_that_may_be_locked_is_an_error() -> None:
+    """R3: opening ends, and says why (`ulimit -l`)."""
+    program = BUILT / "dead_hosts"
+    if not program.exists():
+        pytest.skip("dead_hosts is not compiled: tools/rdma-guest/build_programs.py")
+    nobody = ["prlimit", "--memlock=65536", "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    done = subprocess.run(
+        [*nobody, str(program), "rxe0", "rxe1", "auto", "1"], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 1
+    assert "Cannot allocate memory" in done.stderr
+    assert "ulimit -l" in done.stderr
+
+
 def test_many_peers_connect_at_once() -> None:
     """Handshakes in parallel (VERBS_PEERS sets how many); each peer has its credit, and each immediate comes once."""
     count = int(os.environ.get("VERBS_PEERS", "40"))
-    assert f"{count} of {count} ended, 0 refused, {count} immediates came" in program("many_peers", count)
+    said = program("many_peers", count)
+    assert f"{count} of {count} ended, 0 refused, {count} immediates came" in said
+    has = {name: int(number) for name, number in re.findall(r"^(\w+) (\d+)$", said, re.MULTILINE)}
+    assert has["most_links"] * has["link_cqes"] < has["mcq"], "links both ways could overrun their completion queue"
 
 
 def test_peers_beyond_what_the_queues_hold_are_refused_and_the_others_served() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from fabric_core import TransferEngine
-from fabric_core.conformance.kit import pattern
+from fabric_core.conformance.kit import Memory, pattern
 
 SYSFS = Path("/sys/class/infiniband")
 DEADLINE = 90.0  #: seconds: the guest is slow, and slower on a busy machine
@@ -35,15 +35,29 @@ def need(count: int) -> None:
 def open_on(*names: str, **settings: Any) -> TransferEngine:
     """An engine on these devices, in this order. Nobody is taken for dead soon: on a busy host a process may rest for
     seconds. Tests whose subject is death set `heartbeat`."""
-    before = os.environ.get("FABRIC_VERBS_NICS")
-    os.environ["FABRIC_VERBS_NICS"] = ",".join(names)
-    try:
+    with environment(FABRIC_VERBS_NICS=",".join(names)):
         return TransferEngine.open("cpu", "ibverbs", nics=len(names), **{"heartbeat": 10, "timeout": 60, **settings})
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """These variables for a while."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
     finally:
-        if before is None:
-            del os.environ["FABRIC_VERBS_NICS"]
-        else:
-            os.environ["FABRIC_VERBS_NICS"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def connect(a: TransferEngine, b: TransferEngine) -> tuple[Memory, Memory]:
+    source, target = Memory(a, 65536, pattern(1, 65536)), Memory(b, 65536)
+    a.submit_single_write(64, None, (source.handle, 0), (target.desc, 0)).wait(DEADLINE)
+    return source, target
 
 
 def run(*command: str) -> None:
@@ -57,6 +71,20 @@ def netem(device: str, *what: str) -> Iterator[None]:
     nic = device.replace("rxe", "nic")
     run("tc", "qdisc", "add", "dev", nic, "root", "netem", *what)
     try:
+        yield
+    finally:
+        run("tc", "qdisc", "del", "dev", nic, "root")
+
+
+@contextmanager
+def acknowledgements_lost(device: str) -> Iterator[None]:
+    """What a device answers to writes and messages does not arrive; what it sends of its own does. RoCE v2 is UDP,
+    whose first byte is the operation: 0x11 acknowledges, 28 bytes after the beginning of an IPv4 packet."""
+    nic = device.replace("rxe", "nic")
+    run("tc", "qdisc", "add", "dev", nic, "root", "handle", "1:", "prio")
+    try:
+        words = "protocol ip u32 match u8 0x11 0xff at 28 action drop"
+        run("tc", "filter", "add", "dev", nic, "parent", "1:", *words.split())
         yield
     finally:
         run("tc", "qdisc", "del", "dev", nic, "root")
@@ -114,8 +142,11 @@ def eventually(true: Callable[[], bool], what: str, timeout: float = DEADLINE) -
 
 __all__ = [
     "DEADLINE",
+    "acknowledgements_lost",
     "addressless",
+    "connect",
     "devices",
+    "environment",
     "eventually",
     "grown",
     "hardware",
@@ -124,5 +155,6 @@ __all__ = [
     "open_on",
     "pattern",
     "refused",
+    "run",
     "unplugged",
 ]

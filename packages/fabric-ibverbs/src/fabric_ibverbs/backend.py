@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import secrets
 from typing import TYPE_CHECKING, Any
@@ -78,6 +79,12 @@ class VerbsBackend:
     def known_address(self, domain: str) -> bool:
         """Whether this is GID/LID/QPN/QKEY#INCARNATION in hex."""
         return _ADDRESS.fullmatch(domain) is not None
+
+    def words(self, nic: str, peer: str, status: int) -> str:
+        """What an error of first contact means with this backend, beside the engine's own words; "" if no more."""
+        if status == -errno.ENOSPC:
+            return "this NIC or the peer's serves no more peers: FABRIC_VERBS_PEERS, and what its queues hold"
+        return ""
 
     def open_group(self, config: GroupConfig) -> list[NativeDomain | Domain]:
         """Open the ports of FABRIC_VERBS_NICS, or those near the device that are up.

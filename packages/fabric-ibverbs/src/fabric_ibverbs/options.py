@@ -14,8 +14,8 @@ __all__ = ["VARIABLES", "Options"]
 VARIABLES: dict[str, str] = {
     "FABRIC_VERBS_NICS": "Devices to open, in this order: mlx5_0,mlx5_1:2 (name, and port if not the first active). "
     "Not set: those near the device, that are up",
-    "FABRIC_VERBS_GID": "Index in the GID table. Not set: the first of RoCE v2 with an IPv4 address, else of RoCE v2; "
-    "0 on InfiniBand",
+    "FABRIC_VERBS_GID": "Index in the GID table, 0 to 255. Not set: the first of RoCE v2 with an IPv4 address, else of "
+    "RoCE v2; 0 on InfiniBand",
     "FABRIC_VERBS_PKEY": "Partition key, e.g. 0x8001. Not set: the first of the port's table",
     "FABRIC_VERBS_SL": "Service level, 0 to 15 (InfiniBand; RoCE with VLAN priorities). Not set: 0",
     "FABRIC_VERBS_TRAFFIC_CLASS": "Traffic class, 0 to 255: DSCP times 4 on RoCE. Not set: 0",
@@ -32,6 +32,7 @@ VARIABLES: dict[str, str] = {
 }
 
 _MOST_MTU = 4096
+_MOST_GID = 255  # verbs has 8 bits for the index in a path
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Options:
         mtu = number("MTU", 0, 512, _MOST_MTU)
         if mtu & (mtu - 1):
             raise ConfigError(f"FABRIC_VERBS_MTU = {mtu}: must be 512, 1024, 2048 or 4096")
-        gid, pkey = number("GID", -1, 0, 65535), number("PKEY", -1, 1, 0xFFFF)
+        gid, pkey = number("GID", -1, 0, _MOST_GID), number("PKEY", -1, 1, 0xFFFF)
         return cls(
             nics=names,
             gid=None if gid < 0 else gid,

@@ -83,7 +83,7 @@ def find(text: str, backend: str, port: int, timeout: float) -> NetAddr:
     told = {}
     if "PROVIDER" in declared and "/" in address.domains[0]:
         told[declared["PROVIDER"]] = address.domains[0].partition("/")[0].replace("+", ";")
-    if "NICS" in declared and there:
+    if "PROVIDER" in declared and "NICS" in declared and there:  # others name devices, and find those that are near
         here = dict.fromkeys(ping_meet.local_address(host) for host in there)
         if not all(address.startswith("127.") for address in here):
             told[declared["NICS"]] = ",".join(here)

@@ -27,6 +27,7 @@ __all__ = ["PORT", "Meeting", "ask", "host_of", "hosts_of", "local_address"]
 PORT = 17471  #: registered with nobody
 
 _IN_DOMAIN = re.compile(r"/(\d{1,3}(?:\.\d{1,3}){3}):\d{1,5}#")
+_IN_GID = re.compile(r"0{20}ffff([0-9a-f]{8})/")  # of RoCE v2: an IPv4 address as IPv6 writes it
 _HOST = re.compile(r"((?:[A-Za-z0-9_-]+\.)+[A-Za-z0-9-]+)(?::(\d{1,5}))?")
 _HELLO = "fabric address "  #: what a line begins with
 _PATIENCE = 1.0  #: seconds that one who asks may take
@@ -51,6 +52,8 @@ def host_of(text: str, port: int = PORT, *, plain: bool = False) -> tuple[str, i
 def hosts_of(address: NetAddr) -> list[str]:
     """Return the IP addresses of an engine's NICs, in their order; [] where they have none (names, EFA's own)."""
     found = [match[1] for domain in address.domains if (match := _IN_DOMAIN.search(domain))]
+    gids = [match[1] for domain in address.domains if (match := _IN_GID.match(domain))]
+    found += [str(ipaddress.IPv4Address(int(digits, 16))) for digits in gids]
     return list(dict.fromkeys(host for host in found if _is_ip(host)))
 
 

@@ -212,7 +212,7 @@ int fab_contact_close(fab_contact *c, uint32_t out, uint64_t now) {
 int fab_contact_drop(fab_contact *c, uint32_t in, uint64_t now) {
     (void)now;
     if (in >= c->cfg.max_in || c->in[in].state != FAB_CONTACT_UP) return -EINVAL;
-    fab_ct_in_bye(c, in, -ECONNRESET);
+    fab_ct_in_bye(c, in, -ETIMEDOUT); /* this path only: we live, and another one may be good */
     fab_ct_in_forget(c, in);
     return 0;
 }

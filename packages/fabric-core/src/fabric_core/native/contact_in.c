@@ -88,7 +88,7 @@ uint64_t fab_ct_in_service(fab_contact *c, uint32_t in, uint64_t now, uint64_t l
     uint64_t silent = fab_ct_since(now, e->heard);
     if (silent < e->interval) return e->due = fab_ct_after(e->heard, e->interval);
     if (silent >= 2 * e->interval && e->quiet) {
-        fab_ct_in_bye(c, in, e->seq ? -ECONNRESET : -EAGAIN); /* it never pinged: let it try again */
+        fab_ct_in_bye(c, in, e->seq ? -ETIMEDOUT : -EAGAIN); /* it never pinged: let it try again */
         gone(c, in, -ETIMEDOUT);
         return UINT64_MAX;
     }
@@ -227,7 +227,7 @@ static int on_ping(fab_contact *c, const fab_cw_addr *from, const fab_cw_msg *q,
     fab_ct_end *e = q->slot_r < c->cfg.max_in ? &c->in[q->slot_r] : NULL;
     if (!e || !is_link(e, from, q)) { /* an end that it did not hear of, or of our earlier incarnation */
         c->st.stale++;
-        refuse(c, from, q, q->to_inc == c->cfg.incarnation ? -ECONNRESET : -ESTALE, now);
+        refuse(c, from, q, q->to_inc == c->cfg.incarnation ? -ETIMEDOUT : -ESTALE, now); /* we gave it up, and live */
         return -ESTALE;
     }
     if (q->seq <= e->seq) return c->st.replay++, -ESTALE;

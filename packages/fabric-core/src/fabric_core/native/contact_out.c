@@ -155,7 +155,7 @@ static int on_refuse(fab_contact *c, fab_ct_out *o, const fab_cw_msg *m, uint64_
     o->e.version = m->version;
     bool final = m->status < 0 && m->status >= -4095;
     if (o->e.state == FAB_CONTACT_UP) {
-        fail(c, o, final && m->status != -EAGAIN ? m->status : -ECONNRESET);
+        fail(c, o, final && m->status != -EAGAIN ? m->status : -ETIMEDOUT);
         return 0;
     }
     o->hint = 0;

@@ -33,17 +33,18 @@ static int grow_rx(fv_dom *d) {
     return 0;
 }
 
-void fv_mrx_repost(fv_dom *d, uint32_t index) {
+int fv_mrx_repost(fv_dom *d, uint32_t index) {
     struct ibv_sge s = {(uintptr_t)d->rxs[index].data, FV_MBUF, d->rxs[index].lkey};
     struct ibv_recv_wr wr = {.wr_id = FV_WRID(FV_K_MRX, index, 0), .sg_list = &s, .num_sge = 1}, *bad;
-    ibv_post_srq_recv(d->msrq, &wr, &bad);
+    return ibv_post_srq_recv(d->msrq, &wr, &bad) ? -EIO : 0;
 }
 
 /* Posts receives until `n` are there; they are never taken away again. */
 int fv_mrx_grow(fv_dom *d, uint32_t n) {
     while (d->mrx_posted < n) {
         if (d->mrx_posted == d->nrxs && grow_rx(d)) return -ENOMEM;
-        fv_mrx_repost(d, d->mrx_posted++);
+        if (fv_mrx_repost(d, d->mrx_posted)) return -EIO;
+        d->mrx_posted++;
     }
     return 0;
 }

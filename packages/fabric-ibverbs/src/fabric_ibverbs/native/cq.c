@@ -35,7 +35,7 @@ static void m_received(fv_dom *d, const struct ibv_wc *w) {
     fv_qp *q = w->status == IBV_WC_SUCCESS ? fv_qp_find(d, w->qp_num) : NULL;
     fv_link *l = q ? q->link : NULL;
     if (l && l->m == q && l->state != FV_CUT) fv_chan_in(l, d->rxs[index].data, w->byte_len);
-    fv_mrx_repost(d, index);
+    if (fv_mrx_repost(d, index)) d->broken = true; /* one receive less than what peers were told */
 }
 
 /* An error of M, or of a credit: the path is lost. */

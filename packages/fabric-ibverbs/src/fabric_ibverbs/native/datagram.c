@@ -109,15 +109,6 @@ void fv_ud_put(fv_dom *d, fv_dest *t) {
     t->flying++;
 }
 
-static void ask(fv_dom *d, fv_dest *t) {
-    if (t->state == FV_DEST_FAILED && d->now - t->failed < 200000000u) return;
-    t->state = FV_DEST_ASKED;
-    pthread_mutex_lock(&d->dest_mu);
-    fv_list_add(&d->dest_queue, &t->queue);
-    pthread_cond_signal(&d->dest_cond);
-    pthread_mutex_unlock(&d->dest_mu);
-}
-
 static void send_bytes(fv_dom *d, const fv_addr *to, const prefix *p, const void *msg, uint32_t len) {
     fv_dest *t = d->down ? NULL : fv_dest_get(d, to);
     uint32_t head = p ? (uint32_t)sizeof *p : 0;
@@ -126,7 +117,7 @@ static void send_bytes(fv_dom *d, const fv_addr *to, const prefix *p, const void
     memcpy(t->wait + head, msg, len);
     t->wait_len = head + len;
     t->wait_to = *to;
-    if (t->state == FV_DEST_NEW || t->state == FV_DEST_FAILED) ask(d, t);
+    if (t->state == FV_DEST_NEW || t->state == FV_DEST_FAILED) fv_dest_ask(d, t);
     if (t->state != FV_DEST_READY || t->stale) return; /* it leaves when the way is known */
     fv_ud_put(d, t);
     t->wait_len = 0;

@@ -1,5 +1,7 @@
 /* Ways to other ports: address handles for datagrams. Making one may wait for the neighbour to answer (RoCE resolves its
- * Ethernet address), so a thread does that; nothing blocks the worker (C8). */
+ * Ethernet address), a second for a host that is not there. So threads do that, and nothing blocks the worker (C8): one, and
+ * more while there is more to make than threads at rest, or a few dead hosts would use up the time that others have for
+ * first contact. What failed before comes after what was not tried yet. */
 #include "verbs_int.h"
 
 void fv_ah_attr(const fv_dom *d, const uint8_t gid[16], uint16_t lid, struct ibv_ah_attr *out) {
@@ -16,17 +18,26 @@ void fv_ah_attr(const fv_dom *d, const uint8_t gid[16], uint16_t lid, struct ibv
     }
 }
 
+static fv_dest *next_job(fv_dom *d) {
+    fv_node *list = fv_list_empty(&d->dest_queue) ? &d->dest_again : &d->dest_queue;
+    fv_dest *t = FV_OF(list->next, fv_dest, queue);
+    fv_list_del(&t->queue);
+    d->ndest_jobs--;
+    return t;
+}
+
 static void *maker(void *arg) {
     fv_dom *d = arg;
     pthread_setname_np(pthread_self(), "fabric-ah");
     pthread_mutex_lock(&d->dest_mu);
     while (!d->dest_stop) {
-        if (fv_list_empty(&d->dest_queue)) {
+        if (!d->ndest_jobs) {
+            d->nidle++;
             pthread_cond_wait(&d->dest_cond, &d->dest_mu);
+            d->nidle--;
             continue;
         }
-        fv_dest *t = FV_OF(d->dest_queue.next, fv_dest, queue);
-        fv_list_del(&t->queue);
+        fv_dest *t = next_job(d);
         pthread_mutex_unlock(&d->dest_mu);
         struct ibv_ah_attr a;
         fv_ah_attr(d, t->gid, t->lid, &a);
@@ -41,10 +52,26 @@ static void *maker(void *arg) {
     return NULL;
 }
 
-int fv_dests_start(fv_dom *d) {
-    int rc = pthread_create(&d->thread, NULL, maker, d);
-    d->has_thread = rc == 0;
+/* [dest_mu, or nobody else is there] */
+static int one_more(fv_dom *d) {
+    int rc = pthread_create(&d->makers[d->nmakers], NULL, maker, d);
+    if (!rc) d->nmakers++;
     return -rc;
+}
+
+int fv_dests_start(fv_dom *d) { return one_more(d); }
+
+/* Has the way made, if it was not tried in vain just now. */
+void fv_dest_ask(fv_dom *d, fv_dest *t) {
+    bool again = t->state == FV_DEST_FAILED;
+    if (again && d->now - t->failed < FV_DEST_PAUSE_NS) return;
+    t->state = FV_DEST_ASKED;
+    pthread_mutex_lock(&d->dest_mu); /* held for moments only */
+    fv_list_add(again ? &d->dest_again : &d->dest_queue, &t->queue);
+    d->ndest_jobs++;
+    if (d->ndest_jobs > d->nidle && d->nmakers < FV_MAKERS) (void)one_more(d); /* else those that are there do it */
+    pthread_cond_signal(&d->dest_cond);
+    pthread_mutex_unlock(&d->dest_mu);
 }
 
 static fv_node *bucket(fv_dom *d, const uint8_t gid[16], uint16_t lid) {
@@ -131,14 +158,11 @@ void fv_dests_look(fv_dom *d) {
 }
 
 void fv_dests_stop(fv_dom *d) {
-    if (d->has_thread) {
-        pthread_mutex_lock(&d->dest_mu);
-        d->dest_stop = true;
-        pthread_cond_signal(&d->dest_cond);
-        pthread_mutex_unlock(&d->dest_mu);
-        pthread_join(d->thread, NULL);
-        d->has_thread = false;
-    }
+    pthread_mutex_lock(&d->dest_mu);
+    d->dest_stop = true;
+    pthread_cond_broadcast(&d->dest_cond);
+    pthread_mutex_unlock(&d->dest_mu);
+    while (d->nmakers) pthread_join(d->makers[--d->nmakers], NULL);
     for (uint32_t i = 0; i < 256; i++) /* NOLINTNEXTLINE(clang-analyzer-unix.Malloc): see fv_list_del */
         while (!fv_list_empty(&d->dests[i])) forget(d, FV_OF(d->dests[i].next, fv_dest, node));
 }

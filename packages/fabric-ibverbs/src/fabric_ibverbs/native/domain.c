@@ -1,4 +1,4 @@
-/* Opening and closing a domain, its table of functions, and how it sleeps. */
+/* A domain's table of functions, how it sleeps, and how it is closed. open.c opens it. */
 #include "verbs_int.h"
 
 #include <fcntl.h>
@@ -8,9 +8,6 @@
 #include <sys/timerfd.h>
 #include <unistd.h>
 
-#define MOST_CQES 65536u
-#define MOST_LINKS 1024u
-#define MOST_IMMS 32768u
 #define MOST_BYTES (1ull << 30) /* of one write */
 
 /* ---- small ops ------------------------------------------------------------------------------------ */
@@ -68,10 +65,10 @@ int fab_verbs_describe(void *domain, char *buf, uint32_t cap) {
     const fv_dom *d = domain;
     return snprintf(buf, cap,
                     "device %s\nport %u\ngid_index %u\nmtu %u\nscq %u\nw_srq %u\nmax_links %u\nlinks %u\ngranted %u\n"
-                    "depth %u\nchain %u\ninline %u\nmax_write %llu\nposted %u\n",
+                    "depth %u\nchain %u\ninline %u\nmax_write %llu\nposted %u\nmost_links %u\nlink_cqes %u\nmcq %d\n",
                     d->cfg.device, d->cfg.port, d->cfg.gid_index, 128u << d->port.active_mtu, d->scq_size, d->wsrq_size,
                     d->max_links, d->nlinks, d->w_granted, d->cfg.depth, d->cfg.chain, d->inline_bytes,
-                    (unsigned long long)d->port.max_msg_sz, d->w_posted);
+                    (unsigned long long)d->port.max_msg_sz, d->w_posted, d->most_links, FV_LINK_CQES, d->mcq->cqe);
 }
 
 /* ---- sleep ------------------------------------------------------------------------------------------ */
@@ -119,7 +116,7 @@ static int nonblocking(int fd) {
 }
 
 /* One descriptor for four: completions, asynchronous events, our own bell, and the contact's timer. */
-static int sleep_setup(fv_dom *d) {
+int fv_sleep_setup(fv_dom *d) {
     d->ep_fd = epoll_create1(EPOLL_CLOEXEC);
     d->timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
     if (d->ep_fd < 0 || d->wake_fd < 0 || d->timer_fd < 0) return -errno;
@@ -137,7 +134,8 @@ static void shut(int fd) {
     if (fd >= 0) close(fd);
 }
 
-static void free_all(fv_dom *d) {
+/* Also one that was opened in part. */
+void fv_domain_free(fv_dom *d) {
     if (d->contact) d->capi->destroy(d->contact);
     fv_links_free(d); /* from here on nobody writes our memory, and we read none */
     fv_dests_stop(d);
@@ -171,7 +169,7 @@ static void op_close(void *ctx) {
     d->capi->farewell(d->contact);
     for (uint64_t until = d->now + 20000000u; d->ud_nfree < FV_UD_TX && d->now < until; d->now = fv_clock())
         fv_cqs_drain(d, UINT32_MAX);
-    free_all(d);
+    fv_domain_free(d);
 }
 
 static const fab_domain_ops ops = {
@@ -194,115 +192,3 @@ static const fab_domain_ops ops = {
 };
 uintptr_t fab_verbs_ops(void) { return (uintptr_t)&ops; }
 void fab_verbs_close(void *domain) { op_close(domain); }
-
-/* ---- open ------------------------------------------------------------------------------------------------ */
-
-static uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
-
-/* The sizes of the queues, which follow from what the device can do; all bounds rest on these. */
-static void sizes(fv_dom *d) {
-    uint32_t cqes = least((uint32_t)d->attr.max_cqe, MOST_CQES), srq = (uint32_t)d->attr.max_srq_wr;
-    uint32_t links = (cqes - FV_UD_RX - FV_UD_TX - 16 * FV_MSPARE) / FV_LINK_CQES; /* both ways together */
-    links = least(links, srq / FV_MRX);
-    links = least(links, (uint32_t)d->attr.max_qp / 4);
-    links = least(links, cqes / 2 / FV_GUARANTEED); /* outward ones: half of the CQ for writes is shared out */
-    d->max_links = least(links, d->cfg.max_links ? d->cfg.max_links : MOST_LINKS);
-    d->cfg.depth = least(d->cfg.depth, (uint32_t)d->attr.max_qp_wr);
-    while (d->cfg.depth & (d->cfg.depth - 1)) d->cfg.depth &= d->cfg.depth - 1;
-    d->scq_size = least(cqes, d->max_links * d->cfg.depth);
-    d->wsrq_size = least(least(cqes, srq), least(MOST_IMMS, FV_WSPARE + d->max_links * (FV_WINDOW_MAX + FV_WCREDITS)));
-    d->cfg.chain = d->cfg.chain < 1 ? 1 : least(d->cfg.chain, FV_CHAIN);
-    d->inline_bytes = d->cfg.inline_bytes;
-}
-
-static int open_queues(fv_dom *d, const char **what) {
-    *what = "memory";
-    d->by_out = calloc(d->max_links, sizeof(fv_link *));
-    d->by_in = calloc(d->max_links, sizeof(fv_link *));
-    if (!d->by_out || !d->by_in) return -ENOMEM;
-    *what = "protection domain";
-    d->pd = fv_ibv.alloc_pd(d->ctx);
-    if (!d->pd) return -errno;
-    *what = "completion channel";
-    d->channel = fv_ibv.create_comp_channel(d->ctx);
-    if (!d->channel) return -errno;
-    *what = "completion queues";
-    int mcqes = (int)(FV_UD_RX + FV_UD_TX + 16 * FV_MSPARE + 2 * d->max_links * FV_LINK_CQES);
-    mcqes = mcqes < d->attr.max_cqe ? mcqes : d->attr.max_cqe;
-    d->scq = fv_ibv.create_cq(d->ctx, (int)d->scq_size, d, d->channel, 0);
-    d->rcq = d->scq ? fv_ibv.create_cq(d->ctx, (int)d->wsrq_size, d, d->channel, 0) : NULL;
-    d->mcq = d->rcq ? fv_ibv.create_cq(d->ctx, mcqes, d, d->channel, 0) : NULL;
-    if (!d->mcq) return -errno;
-    *what = "shared receive queues";
-    struct ibv_srq_init_attr w = {.attr = {.max_wr = d->wsrq_size, .max_sge = 1}};
-    struct ibv_srq_init_attr m = {
-        .attr = {.max_wr = least(2 * d->max_links * FV_MRX + 16 * FV_MSPARE, (uint32_t)d->attr.max_srq_wr),
-                 .max_sge = 1}};
-    d->wsrq = fv_ibv.create_srq(d->pd, &w);
-    d->msrq = d->wsrq ? fv_ibv.create_srq(d->pd, &m) : NULL;
-    if (!d->msrq) return -errno;
-    d->m_spare = FV_MSPARE;
-    int rc = fv_wsrq_fill(d);
-    if (!rc) rc = fv_mrx_grow(d, d->m_spare);
-    fv_srq_watch(d->wsrq, FV_WSPARE); /* a device that cannot tell does without */
-    fv_srq_watch(d->msrq, FV_MSPARE);
-    return rc;
-}
-
-static int open_port(fv_dom *d, const char **what) {
-    *what = "device";
-    int rc = fv_ibv.query_device(d->ctx, &d->attr);
-    if (!rc) rc = (*what = "port", fv_query_port(d->ctx, (uint8_t)d->cfg.port, &d->port));
-    if (rc) return -rc;
-    d->ethernet = d->port.link_layer == IBV_LINK_LAYER_ETHERNET;
-    if (d->port.state != IBV_PORT_ACTIVE) return (*what = "port is not active", -ENETDOWN);
-    if (d->port.active_mtu < IBV_MTU_512) return (*what = "MTU below 512 bytes", -EMSGSIZE);
-    *what = "GID";
-    return fv_gid_open(d);
-}
-
-const void *fab_verbs_contact_of(uintptr_t table) { return fab_contact_of(table); }
-
-int fab_verbs_open(const fab_verbs_cfg *cfg, void **domain, char *err, uint32_t cap) {
-    const fab_contact_api *capi = cfg->contact;
-    if (!fv_ibv.handle || !capi || capi->version != 1 || capi->struct_size < sizeof *capi) {
-        snprintf(err, cap, "%s", capi ? "libibverbs is not loaded" : "this fabric-core has no contact for backends");
-        return -EINVAL;
-    }
-    fv_dom *d = calloc(1, sizeof *d);
-    if (!d) return -ENOMEM;
-    d->cfg = *cfg;
-    d->cfg.device = strdup(cfg->device);
-    d->capi = capi;
-    d->ep_fd = d->timer_fd = -1;
-    d->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    d->now = fv_clock();
-    pthread_mutex_init(&d->dest_mu, NULL);
-    pthread_cond_init(&d->dest_cond, NULL);
-    pthread_mutex_init(&d->mrs.mu, NULL);
-    fv_node *lists[] = {&d->dest_queue, &d->dest_done, &d->grave, &d->busy, &d->tx_free, &d->held};
-    for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) fv_list_init(lists[i]);
-    for (uint32_t i = 0; i < 256; i++) fv_list_init(&d->dests[i]);
-    const char *what = NULL;
-    errno = 0;
-    d->ctx = fv_open_device(cfg->device, err, cap);
-    int rc = d->ctx ? 0 : errno ? -errno : -ENODEV;
-    if (!rc) rc = open_port(d, &what);
-    if (!rc) {
-        sizes(d);
-        rc = open_queues(d, &what);
-    }
-    if (!rc) rc = (what = "datagrams", fv_ud_open(d));
-    if (!rc) rc = (what = "wait object", sleep_setup(d));
-    if (!rc) rc = (what = "thread", fv_dests_start(d));
-    if (!rc) rc = (what = "address", fv_address_text(&d->self, cfg->incarnation, d->address, sizeof d->address));
-    if (rc > 0) rc = (what = "first contact", fv_contact_start(d));
-    d->cfg.key = NULL; /* the caller's; the contact keeps what it derived */
-    if (rc) {
-        if (what) snprintf(err, cap, "%s: %s: %s", cfg->device, what, strerror(-rc));
-        free_all(d);
-        return rc;
-    }
-    *domain = d;
-    return 0;
-}

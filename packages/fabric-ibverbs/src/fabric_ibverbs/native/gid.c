@@ -26,7 +26,9 @@ static bool at_index(const fv_dom *d, union ibv_gid *gid) {
 
 int fv_gid_open(fv_dom *d) {
     errno = 0;
+    static const union ibv_gid none; /* an empty place of the table reads as this */
     if (!at_index(d, &d->gid)) return errno ? -errno : -EINVAL;
+    if (memcmp(&d->gid, &none, sizeof none) == 0) return -ENOENT;
     d->gid_kind = UNKNOWN;
     for (uint32_t kind = 0; kind <= IBV_GID_TYPE_ROCE_V2 && d->gid_kind == UNKNOWN; kind++)
         if (find(d, kind) == (int64_t)d->cfg.gid_index) d->gid_kind = kind;
@@ -37,7 +39,7 @@ bool fv_gid_there(fv_dom *d) {
     union ibv_gid gid;
     if (at_index(d, &gid) && memcmp(&gid, &d->gid, sizeof gid) == 0) return true;
     int64_t index = d->gid_kind == UNKNOWN ? -1 : find(d, d->gid_kind);
-    if (index < 0) return false;
+    if (index < 0 || index > FV_MOST_GID) return false;
     d->cfg.gid_index = (uint32_t)index;
     return true;
 }

@@ -35,7 +35,7 @@ static void link_free(fv_link *l) {
 
 static int link_new(fv_dom *d, bool out, const fv_addr *addr, fv_link **result) {
     uint32_t index = 0, window = out ? FV_WCREDITS : fv_window_grant(d);
-    bool full = d->nlinks >= 2 * d->max_links || !window || d->w_granted + window + FV_WSPARE > d->wsrq_size;
+    bool full = d->nlinks >= d->most_links || !window || d->w_granted + window + FV_WSPARE > d->wsrq_size;
     if (full && out) fv_count(d, FV_R_FULL, 1); /* inward ones are counted with their datagram */
     int rc = full ? -ENOSPC : find_index(d, &index);
     if (!rc) rc = fv_mrx_grow(d, (d->nlinks + 1) * FV_MRX + d->m_spare);
@@ -47,6 +47,7 @@ static int link_new(fv_dom *d, bool out, const fv_addr *addr, fv_link **result) 
     l->addr = *addr;
     l->id = l->contact = FAB_CONTACT_NONE;
     l->m_limit = FV_MWINDOW;
+    l->mtu = fv_mtu(d);
     fv_node *lists[] = {&l->busy, &l->sends, &l->sent, &l->held};
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) fv_list_init(lists[i]);
     d->links[index] = l;
@@ -81,7 +82,7 @@ static void hello(const fv_link *l, fv_hello *h) {
                     .window = l->window,
                     .m_window = FV_MWINDOW,
                     .msgs = FV_MSGS,
-                    .mtu = fv_mtu(d),
+                    .mtu = l->mtu,
                     .lid = d->self.lid};
     memcpy(h->gid, d->gid.raw, 16);
 }

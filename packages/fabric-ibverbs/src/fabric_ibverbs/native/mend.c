@@ -92,7 +92,7 @@ static int settle(fv_link *l, uint32_t told) {
 }
 
 /* [mended] Posts again what was behind the refused write, save what has a key that is known to be revoked. All of it fits: it
- * was in the ring before, and what had an immediate was within a window not larger than this one. */
+ * was in ring and completion queue before, and what had an immediate was within a window not larger than this one. */
 static void redo(fv_link *l) {
     uint32_t n = 0;
     for (uint32_t i = 0; i < l->nredo; i++) {
@@ -100,8 +100,7 @@ static void redo(fv_link *l) {
         else l->redo[n++] = l->redo[i];
     }
     l->nredo = 0;
-    l->dom->scq_used -= n;
-    if (n && fv_ring_post(l, l->redo, n) != (int)n && l->state == FV_UP) fv_link_lose(l, -EIO);
+    fv_ring_again(l, l->redo, n);
 }
 
 void fv_mended(fv_link *l, const fv_hdr *h) {

@@ -16,10 +16,11 @@ static struct ibv_mr *reg(fv_dom *d, const fab_mr *mr) {
 }
 
 static int put(fv_mrs *t, fv_reg r, uint32_t *index) {
-    for (uint32_t k = 0; k < t->n; k++) {
+    for (uint32_t k = 0; t->nfree && k < t->n; k++) {
         uint32_t i = (t->free_hint + k) % t->n;
         if (t->at[i].mr) continue;
         t->at[i] = r;
+        t->nfree--;
         t->free_hint = i + 1;
         *index = i;
         return 0;
@@ -65,7 +66,10 @@ int fv_mr_dereg(void *ctx, uint64_t local_key) {
     uint32_t index = (uint32_t)((local_key & ~FV_KEY_DEVICE) >> 32) - 1;
     pthread_mutex_lock(&d->mrs.mu);
     struct ibv_mr *m = index < d->mrs.n ? d->mrs.at[index].mr : NULL;
-    if (m) d->mrs.at[index] = (fv_reg){0};
+    if (m) {
+        d->mrs.at[index] = (fv_reg){0};
+        d->mrs.nfree++;
+    }
     pthread_mutex_unlock(&d->mrs.mu);
     if (!m) return -EBADF;
     int rc = fv_ibv.dereg_mr(m);

@@ -93,14 +93,11 @@ static uint32_t admit(fv_link *l, const fab_wr *wr, uint32_t n, int *why) {
     return k;
 }
 
-/* Posts a prefix of these and returns how many; a negative errno refuses the first. */
-int fv_ring_post(fv_link *l, const fab_wr *wr, uint32_t n) {
+/* Posts these, for which there is room. Returns how many the queue pair has taken: fewer only if that cost the link. */
+static uint32_t put(fv_link *l, const fab_wr *wr, uint32_t n) {
     fv_dom *d = l->dom;
     struct ibv_send_wr s[FV_CHAIN], *bad = NULL;
     struct ibv_sge sge[FV_CHAIN];
-    int why = 0;
-    n = admit(l, wr, n, &why);
-    if (!n) return why;
     for (uint32_t done = 0; done < n;) {
         uint32_t m = n - done < d->cfg.chain ? n - done : d->cfg.chain;
         for (uint32_t i = 0; i < m; i++) {
@@ -117,11 +114,29 @@ int fv_ring_post(fv_link *l, const fab_wr *wr, uint32_t n) {
             l->tail -= refused;
             d->scq_used -= refused;
             fv_link_lose(l, -EIO);
-            return (int)(done + m - refused);
+            return done + m - refused;
         }
         done += m;
     }
-    return (int)n;
+    return n;
+}
+
+/* Posts a prefix of these and returns how many; a negative errno refuses the first. */
+int fv_ring_post(fv_link *l, const fab_wr *wr, uint32_t n) {
+    int why = 0;
+    n = admit(l, wr, n, &why);
+    return n ? (int)put(l, wr, n) : why;
+}
+
+/* Posts all of these once more, after a mend. The completion queue has room for them, for they are still counted in scq_used: by
+ * a share of their own (room) they must not be measured again, or peers that are busy would leave some of them out. */
+void fv_ring_again(fv_link *l, const fab_wr *wr, uint32_t n) {
+    fv_dom *d = l->dom;
+    d->scq_used -= n;
+    uint32_t done = n ? put(l, wr, n) : 0;
+    d->scq_used += n - done;
+    for (uint32_t i = done; i < n; i++)
+        fv_write_end(l, &wr[i], l->status); /* the link is lost, and they with it (C1) */
 }
 
 int fv_post(void *ctx, uint32_t peer, const fab_wr *wr, uint32_t n) {

@@ -60,9 +60,11 @@ fv_qp *fv_qp_new(fv_link *l, uint32_t role) {
     return q;
 }
 
-/* What we tell the peer, who takes the smaller of both, as we do. */
+/* What we tell the peer, who takes the smaller of both, as we do. Asked anew for each link: an interface's MTU may change. */
 enum ibv_mtu fv_mtu(const fv_dom *d) {
-    enum ibv_mtu mtu = d->port.active_mtu;
+    struct ibv_port_attr p;
+    bool told = !fv_query_port(d->ctx, (uint8_t)d->cfg.port, &p) && p.active_mtu >= IBV_MTU_256; /* 0: it is down */
+    enum ibv_mtu mtu = told ? p.active_mtu : d->port.active_mtu;
     while (d->cfg.mtu && mtu > IBV_MTU_256 && 128u << mtu > d->cfg.mtu) mtu--;
     return mtu;
 }
@@ -71,7 +73,7 @@ enum ibv_mtu fv_mtu(const fv_dom *d) {
 int fv_qp_connect(fv_qp *q, const fv_hello *h, uint32_t qpn, uint32_t psn) {
     fv_link *l = q->link;
     fv_dom *d = l->dom;
-    enum ibv_mtu mtu = fv_mtu(d);
+    enum ibv_mtu mtu = l->mtu;
     if (h->mtu < IBV_MTU_256 || h->mtu > IBV_MTU_4096) return -EPROTO;
     if (h->mtu < mtu) mtu = h->mtu;
     q->mtu_shift = 7 + mtu;

@@ -11,7 +11,7 @@
  *
  * Completion queues are sized by the same credits, so that none can overrun.
  *
- * Everything is called under the engine's group lock; only mr.c and the thread of dest.c are not. */
+ * Everything is called under the engine's group lock; only mr.c and the threads of dest.c are not. */
 #ifndef FAB_VERBS_INT_H
 #define FAB_VERBS_INT_H
 
@@ -56,6 +56,9 @@
 #define FV_UD_BYTES 1024u       /* 40 of GRH, our prefix, a datagram of the contact */
 #define FV_GRH 40u
 #define FV_DESTS 4096u
+#define FV_MOST_GID 255            /* verbs has 8 bits for the index in a path */
+#define FV_MAKERS 16u             /* threads that make ways to ports, at most */
+#define FV_DEST_PAUSE_NS 200000000u /* after a way could not be made */
 #define FV_DEAD_KEYS 64u
 #define FV_GRAVE_NS 100000000ull  /* how long a queue pair in error is left, so that its completions come out */
 #define FV_DRAIN_NS 2000000000ull /* ... at the longest, if they do not */
@@ -140,9 +143,9 @@ typedef struct fv_addr { /* of a UD queue pair, as the contact knows it: equal a
 } fv_addr;
 
 enum { FV_DEST_NEW, FV_DEST_ASKED, FV_DEST_READY, FV_DEST_FAILED };
-typedef struct fv_dest { /* the way to a port: making it may wait for the neighbour's answer, so a thread does that */
+typedef struct fv_dest { /* the way to a port: making it may wait for the neighbour's answer, so threads do that */
     fv_node node;  /* in its bucket */
-    fv_node queue; /* for the thread */
+    fv_node queue; /* for the threads */
     uint8_t gid[16];
     uint16_t lid;
     uint32_t state, refs; /* refs: links, and datagrams in flight */
@@ -256,6 +259,7 @@ struct fv_link {
     uint64_t since; /* CUT: when */
     fv_qp *w, *m;
     fv_hello theirs;
+    enum ibv_mtu mtu; /* ours, as theirs.mtu is theirs */
     fv_node busy; /* in dom.busy while there is something to send */
     /* out, W: requests in flight, by sequence number; see post.c */
     fab_wr *ring;
@@ -309,7 +313,7 @@ typedef struct fv_reg {
 typedef struct fv_mrs { /* registrations by index: any thread */
     pthread_mutex_t mu;
     fv_reg *at;
-    uint32_t n, cap, free_hint;
+    uint32_t n, cap, nfree, free_hint;
 } fv_mrs;
 
 typedef struct fv_dom {
@@ -329,7 +333,8 @@ typedef struct fv_dom {
     fv_addr self;
     char address[192];
     bool ethernet, down, broken, closed;
-    uint32_t scq_size, wsrq_size, max_links, inline_bytes;
+    uint32_t scq_size, wsrq_size, inline_bytes;
+    uint32_t max_links, most_links; /* each way; both ways together */
 
     struct ibv_qp *ud;
     uint8_t *ud_memory;
@@ -346,13 +351,13 @@ typedef struct fv_dom {
 
     fv_node dests[256];
     uint32_t ndests;
-    pthread_t thread;
-    bool has_thread;
-    pthread_mutex_t dest_mu;
+    pthread_mutex_t dest_mu; /* for what follows, save dests_done */
     pthread_cond_t dest_cond;
-    fv_node dest_queue, dest_done;
-    _Atomic uint32_t dests_done;
+    pthread_t makers[FV_MAKERS];
+    uint32_t nmakers, nidle, ndest_jobs;
+    fv_node dest_queue, dest_again, dest_done; /* not tried yet; failed before; made, or not */
     bool dest_stop;
+    _Atomic uint32_t dests_done;
 
     fv_qp *qps[4096]; /* by number */
     fv_node grave;
@@ -395,6 +400,7 @@ bool fv_gid_there(fv_dom *d);
 int fv_dests_start(fv_dom *d);
 void fv_dests_stop(fv_dom *d);
 fv_dest *fv_dest_get(fv_dom *d, const fv_addr *a);
+void fv_dest_ask(fv_dom *d, fv_dest *t);
 void fv_dests_look(fv_dom *d);
 void fv_dests_thin(fv_dom *d, bool all);
 void fv_dests_stale(fv_dom *d);
@@ -419,7 +425,7 @@ void fv_grave_look(fv_dom *d, bool all);
 fv_qp *fv_qp_find(fv_dom *d, uint32_t num);
 /* chan.c */
 int fv_mrx_grow(fv_dom *d, uint32_t n);
-void fv_mrx_repost(fv_dom *d, uint32_t index);
+int fv_mrx_repost(fv_dom *d, uint32_t index);
 void fv_tx_free(fv_dom *d, fv_tx *t);
 void fv_tx_done(fv_dom *d, uint32_t index, uint32_t gen);
 int fv_ctl(fv_link *l, const fv_hdr *h);
@@ -461,6 +467,7 @@ void fv_write_done(fv_dom *d, uint64_t wr_id);
 void fv_write_failed(fv_dom *d, uint64_t wr_id, enum ibv_wc_status status, uint32_t vendor);
 void fv_ring_end(fv_link *l, int32_t status);
 int fv_ring_post(fv_link *l, const fab_wr *wr, uint32_t n);
+void fv_ring_again(fv_link *l, const fab_wr *wr, uint32_t n);
 void fv_write_end(fv_link *l, const fab_wr *w, int32_t status);
 uint32_t fv_packets(const fv_link *l, const fab_wr *w);
 bool fv_key_dead(const fv_link *l, const fab_wr *w);
@@ -484,5 +491,7 @@ void fv_mrs_free(fv_dom *d);
 struct ibv_mr *fv_reg_gpu(fv_dom *d, const fab_mr *mr, int access);
 /* domain.c */
 void fv_wake(fv_dom *d);
+int fv_sleep_setup(fv_dom *d);
+void fv_domain_free(fv_dom *d);
 
 #endif

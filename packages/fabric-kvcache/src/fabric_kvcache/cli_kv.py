@@ -11,6 +11,7 @@ from fabric_core import ConfigError, ProtocolError
 from fabric_core.cli.guard import guarded
 from fabric_core.cli.options import Json
 from fabric_kvcache.cli_bench import bench_command
+from fabric_kvcache.cli_proxy import proxy_command
 from fabric_kvcache.cli_simulate import simulate_command
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def kv() -> None:
 
 kv_app.command("bench")(bench_command)
 kv_app.command("simulate")(simulate_command)
+kv_app.command("proxy")(proxy_command)
 
 
 @kv_app.command("explain")

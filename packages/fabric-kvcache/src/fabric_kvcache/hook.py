@@ -25,6 +25,11 @@ class LayerHook:
         self._make = make
         self._post = post
 
+    @property
+    def left(self) -> tuple[int, ...]:
+        """The layers that it was not called with, of those whose writes were worked out beforehand."""
+        return tuple(self._made)
+
     def __call__(self, layer: int) -> None:
         """Raises what `PrefillJob.push` does. A layer that another rank sends is passed over."""
         began = time.perf_counter()

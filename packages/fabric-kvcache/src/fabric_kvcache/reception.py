@@ -51,6 +51,7 @@ log = logging.getLogger("fabric.kvcache")
 
 _REPLY_TIMEOUT = 10.0  # seconds: how long an answer may take to be delivered
 _TRIES = 3
+_MOST_WITHDRAWN = 256
 
 _Key = tuple[str, str]  #: the decode instance, and its id of a request
 
@@ -85,12 +86,25 @@ class Reception:
         self._targets: dict[tuple[int, int], Target] = {}  # by (session, epoch); until nothing is under way any more
         self._waiting: dict[_Key, _Waiting] = {}
         self._whole: OrderedDict[_Key, None] = OrderedDict()  # those of which all ranks have asked, in that order
+        self._withdrawn: OrderedDict[str, None] = OrderedDict()
         self._hub = hub.join(engine, self._hear, serves=True)
 
     @property
     def malformed(self) -> int:
         """Messages to this engine that were none."""
         return self._hub.malformed
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """The ids of requests that wait to be taken: for an engine that looks, and does not wait."""
+        with self._changed:
+            return frozenset(request_id for _instance, request_id in self._whole)
+
+    @property
+    def withdrawn(self) -> frozenset[str]:
+        """The ids of the latest requests that were given up before they were taken: nobody waits for those prompts."""
+        with self._changed:
+            return frozenset(self._withdrawn)
 
     # ---- messages (callback thread)
 
@@ -288,6 +302,9 @@ class Reception:
                 if not group.targets:
                     del self._waiting[key]
                     self._whole.pop(key, None)
+                    self._withdrawn[request.request_id] = None
+                    if len(self._withdrawn) > _MOST_WITHDRAWN:
+                        self._withdrawn.popitem(last=False)
             self._changed.notify_all()
         if target.stopped is not None:
             how, reason = target.stopped

@@ -1,0 +1,44 @@
+"""Makes a folder with a tiny random model: python vllm_tiny.py KIND TOKENIZER_FOLDER FOLDER."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+_COMMON = {
+    "vocab_size": 49_152, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096, "initializer_range": 0.2,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def config(kind: str) -> Any:
+    """qwen3: grouped heads; gemma3: sliding windows beside full attention."""
+    import transformers
+
+    if kind == "qwen3":
+        return transformers.Qwen3Config(**_COMMON, num_hidden_layers=4)
+    assert kind == "gemma3", kind
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    return transformers.Gemma3TextConfig(
+        **{**_COMMON, "layer_types": kinds, "sliding_window": 64, "query_pre_attn_scalar": 64}, num_hidden_layers=6
+    )
+
+
+def make(kind: str, tokenizer: Path, target: Path) -> None:
+    """Write it, with a tokenizer that is there already."""
+    import torch
+    import transformers
+
+    torch.manual_seed(5)
+    found = config(kind)
+    model = transformers.AutoModelForCausalLM.from_config(found, dtype=torch.bfloat16)
+    model.save_pretrained(target)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / name, target / name)
+
+
+if __name__ == "__main__":
+    make(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

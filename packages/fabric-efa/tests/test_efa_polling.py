@@ -43,6 +43,7 @@ def test_only_so_much_of_a_long_write_is_in_flight(tcp: str) -> None:
 
             before = taken()
             far.send_signal(signal.SIGSTOP)
+            os.waitpid(far.pid, os.WUNTRACED)  # all its threads stand still: else one may take the first piece
             transfer = engine.submit_single_write(length, None, (handle, 0), (desc, 0), timeout=60)
             eventually(lambda: taken() == before + 8, "eight pieces are given to the provider")
             for _ in range(1000):

@@ -176,6 +176,8 @@ def write(
 
     if not 0 <= value < 1 << 64:
         raise BadRange(f"value={value!r}: a word holds 0 to 2**64 - 1")
+    if getattr(what, "closed", False):  # its word may be another's by now
+        raise StaleHandle(f"{what!r} is closed")
     gpu.told(
         lib.fab_cuda_stream_write(gpu_of(engine, device), gpu.stream_of(stream), what.ptr, value), "stream_signal()"
     )

@@ -121,6 +121,7 @@ class PreparedWatch(LayerWatch):
 
     def _end_all(self) -> None:
         self._ended = True
+        self._sequence.cancel()  # all lanes at once, so that no step goes to some of them only
         for lane in self._lanes.values():
             self._end(lane, under_way=False)
 

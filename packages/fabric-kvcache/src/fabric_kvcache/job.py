@@ -88,9 +88,11 @@ class PrefillJob:
         Args:
             upto: they reach as far as this token only, because the engine hands out pages chunk by chunk: call it
                 again with longer tables before a push of what lies behind. None: all of the prompt.
-            moved: the engine took the pages away and computes the prompt in others; only when the job is `idle`.
+            moved: the engine took the pages away and computes the prompt in others; only when the job is `idle`. Hooks
+                made before name the old pages: make them anew.
 
-        Raises BadRange for tables that do not fit, and for other pages than before that were not `moved`.
+        Raises BadRange for tables that do not fit, for other pages than before that were not `moved`, and for `moved`
+        ones while a watch has layers left.
         """
         if self._lease is not None:
             raise BadRange("this prefiller has its own pages, which the job holds already")
@@ -104,8 +106,15 @@ class PrefillJob:
                     "use(tables) a second time, with other pages: name all pages of the request once, before a push, "
                     "or those of its first tokens (upto=) and later more"
                 )
+            if moved and any(watch.waiting for watch in self._watches):
+                raise BadRange(
+                    "use(moved=True) while a watch has layers left, which it would push from the old pages: close it, "
+                    "and make another one afterwards"
+                )
             if moved or before is None or sum(map(len, found)) > sum(map(len, before)):
                 self._tables = found
+            if moved:  # what was worked out for a chunk names the old pages
+                self._steps = Steps(self._p.shard, self._targets, self._sender, self.total)
 
     @property
     def whole(self) -> bool:
@@ -353,7 +362,7 @@ class PrefillJob:
         """
         last = max(target.deadline for target in self._targets)
         for watch in self._watches:
-            while not watch.wait_all(_LOOK) and watch.error is None and not self.cancelled and time.monotonic() < last:
+            while not watch.wait_all(_LOOK) and watch.waiting and not self.cancelled and time.monotonic() < last:
                 pass
         what = self._ledger.unpushed() if not self.cancelled else ""
         if what:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-from fabric_core import FabricError, PreparedSequence, TransferEngine, UvmWatcher
+from fabric_core import FabricError, PreparedSequence, StaleHandle, TransferEngine, UvmWatcher
 
 __all__ = ["CalledWatch", "LayerWatch", "Part"]
 
@@ -59,18 +60,28 @@ class LayerWatch:
         """Push nothing from now on."""
 
     def wait_all(self, timeout: float) -> bool:
-        """Wait until all steps were pushed, or one was refused; False: not within `timeout` seconds."""
+        """Wait until all steps were pushed, one was refused, or it was closed; False: not all within `timeout`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._pushed == len(self.steps) or self.error is not None, timeout)
+            self._changed.wait_for(
+                lambda: self._pushed == len(self.steps) or self.error is not None or self._closed, timeout
+            )
             return self._pushed == len(self.steps)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are steps that it is still to push."""
+        with self._changed:
+            return self._pushed < len(self.steps) and self.error is None and not self._closed
 
     def close(self) -> None:
         """Push nothing any more; the job does it at its end. A word that a GPU may still bump is kept. Idempotent."""
         with self._changed:
             self._closed = True
+            self._changed.notify_all()
         self._finish()
-        if not self._lent or (not self._word.closed and self._word.value >= len(self.steps)):
-            self._word.close()
+        with suppress(StaleHandle):  # the callback thread may have closed it just now
+            if not self._lent or self._word.value >= len(self.steps):
+                self._word.close()
 
     def release(self) -> None:
         """Nobody bumps the word any more (the stream has ended, or was never started): give it back.

@@ -82,16 +82,18 @@ int64_t fab_sequence_step(fab_sequence *s, uint64_t value) {
     return rc;
 }
 
-/* Marks lanes first, so that who is submitting stops soon, and waits for him. */
+/* A lane is marked first, so that who is submitting stops soon, and is waited for. All lanes are marked between two steps: else
+ * one step could be submitted to some of them only. */
 uint32_t fab_sequence_cancel(fab_sequence *s, int64_t lane, uint32_t under_way) {
     uint32_t never = 0;
+    if (lane < 0) pthread_mutex_lock(&s->mutex);
     for (uint32_t l = 0; l < s->nlanes; l++) {
         int32_t open = 0;
         if (lane >= 0 && lane != (int64_t)l) continue;
         atomic_compare_exchange_strong_explicit(&s->lanes[l], &open, -ECANCELED, memory_order_relaxed,
                                                 memory_order_relaxed);
     }
-    pthread_mutex_lock(&s->mutex);
+    if (lane >= 0) pthread_mutex_lock(&s->mutex);
     for (uint32_t i = 0; i < s->nitems; i++) {
         fab_item *it = &s->items[i];
         if (lane >= 0 && lane != (int64_t)it->kept.draft.lane) continue;

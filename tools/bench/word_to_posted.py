@@ -25,6 +25,7 @@ from fabric_core.conformance.gpu_side import Driver, Memory, Side
 from fabric_core.native_lib import fast
 
 PAGE, PAGES = 32768, 64
+PATIENCE = 60.0  # seconds
 LABELS = ("min", "p10", "p50", "p90", "p99")
 
 
@@ -65,23 +66,27 @@ class Bench:
             each(number + 1)
         return ready
 
+    def ended(self, sequence: PreparedSequence) -> list[int]:
+        """Wait until all steps were submitted and have ended; return when each was posted."""
+        until = time.monotonic() + PATIENCE
+        while sequence.submitted < self.layers:
+            if time.monotonic() > until:
+                raise TimeoutError(f"{sequence.submitted} of {self.layers} steps were submitted in {PATIENCE:g} s")
+            time.sleep(0.001)
+        sequence.wait(PATIENCE)
+        posted = sequence.posted_ns
+        sequence.close()
+        return posted
+
     def by_sequence(self) -> tuple[list[int], list[int]]:
         sequence = self.sequence()
         ready = self.bump(lambda steps: fast.store_u64(sequence.ptr, steps))
-        while sequence.submitted < self.layers:
-            time.sleep(0.001)
-        sequence.wait(60)
-        posted = sequence.posted_ns
-        sequence.close()
-        return ready, posted
+        return ready, self.ended(sequence)
 
     def by_step(self) -> tuple[list[int], list[int]]:
         sequence = self.sequence()
         ready = self.bump(sequence.step)
-        sequence.wait(60)
-        posted = sequence.posted_ns
-        sequence.close()
-        return ready, posted
+        return ready, self.ended(sequence)
 
     def by_callback(self) -> tuple[list[int], list[int]]:
         posted: list[int] = []
@@ -97,9 +102,10 @@ class Bench:
 
         watcher = self.engine.alloc_uvm_watcher(changed)
         ready = self.bump(lambda steps: fast.store_u64(watcher.ptr, steps))
-        whole.wait(60)
+        if not whole.wait(PATIENCE):
+            raise TimeoutError(f"{len(posted)} of {self.layers} steps were submitted in {PATIENCE:g} s")
         for transfer in transfers:
-            transfer.wait(60)
+            transfer.wait(PATIENCE)
         watcher.close()
         return ready, posted
 
@@ -118,17 +124,13 @@ class Bench:
         load, now, ptr = fast.load_u64, time.monotonic_ns, sequence.ptr
         with torch.cuda.stream(stream):
             graph.replay()
-        while len(seen) < self.layers:
+        until = now() + int(1e9 * PATIENCE)
+        while len(seen) < self.layers and now() < until:
             value = load(ptr)
             if value > len(seen):
                 seen.extend([now()] * (value - len(seen)))
         stream.synchronize()
-        while sequence.submitted < self.layers:
-            time.sleep(0.001)
-        sequence.wait(60)
-        posted = sequence.posted_ns
-        sequence.close()
-        return seen, posted
+        return seen, self.ended(sequence)
 
 
 def main() -> None:

@@ -9,8 +9,7 @@ import pytest
 from ahead_pair import SINGLE, STEPS, fill, prepared, word_of
 from kv_pair import LAYOUT, LIMIT, TOKENS, open_pair, until
 
-from fabric_core import BadRange, StaleHandle, TransferEngine
-from fabric_kvcache import Decoder, Prefiller
+from fabric_core import BadRange, StaleHandle
 from fabric_kvcache.watcher import CalledWatch
 
 
@@ -45,14 +44,9 @@ def test_a_word_that_jumps_pushes_every_layer_once() -> None:
 def test_what_cannot_be_prepared_is_pushed_by_a_callback() -> None:
     """Pages that are named later, and parts that overlap: the push says what is wrong, as ever."""
     memory = np.ones(2 * 8 * LAYOUT.page_bytes // 4, np.float32)
-    with (
-        TransferEngine.open() as a,
-        TransferEngine.open() as b,
-        Prefiller(a, LAYOUT, pages=8, memory=memory) as prefiller,
-        Decoder(b, LAYOUT, pages=8) as decoder,
-    ):
-        pending = decoder.submit(a.address, 10, timeout=60)
-        with prefiller.next(30) as job:
+    with open_pair(memory) as pair:
+        job, pending = pair.start()
+        with job:
             early = job.watch([(0, 4)])
             assert isinstance(early, CalledWatch)
             job.use([[5, 2, 7]])

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from kv_pair import KV, LAYOUT, LIMIT, TOKENS, open_pair, serve, until
 
-from fabric_core import BadRange, Cancelled, FabricError, StaleHandle, TransferEngine
-from fabric_kvcache import Decoder, Prefiller, PrefillRefused
+from fabric_core import BadRange, Cancelled, FabricError, StaleHandle
+from fabric_kvcache import PrefillRefused
 from fabric_kvcache import job as job_module
 from fabric_kvcache.layout import pack
 
@@ -109,14 +109,9 @@ def test_a_job_is_not_left_in_the_middle_of_a_copy(monkeypatch: pytest.MonkeyPat
 def test_the_pages_of_a_job_are_named_once() -> None:
     """Chunks that were begun would go on with the first ones."""
     memory = np.ones(LAYOUT.pool_bytes(8), np.uint8)
-    with (
-        TransferEngine.open() as a,
-        TransferEngine.open() as b,
-        Prefiller(a, LAYOUT, pages=8, memory=memory) as prefiller,
-        Decoder(b, LAYOUT, pages=8) as decoder,
-    ):
-        pending = decoder.submit(a.address, TOKENS, timeout=LIMIT)
-        with prefiller.next(LIMIT) as job:
+    with open_pair(memory) as pair:
+        job, pending = pair.start()
+        with job:
             with pytest.raises(BadRange, match="3 are needed"):
                 job.use([[0]])
             job.use([[5, 2, 7]])

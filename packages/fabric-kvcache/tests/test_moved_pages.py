@@ -7,8 +7,7 @@ import pytest
 from ahead_pair import SINGLE, fill, prepared
 from kv_pair import LAYOUT, LIMIT, TOKENS, open_pair, until
 
-from fabric_core import BadRange, FabricError, TransferEngine
-from fabric_kvcache import Decoder, Prefiller
+from fabric_core import BadRange, FabricError
 
 OLD, NEW = [[5, 2, 7]], [[1, 3, 4]]
 
@@ -17,14 +16,9 @@ OLD, NEW = [[5, 2, 7]], [[1, 3, 4]]
 def test_what_is_pushed_after_a_move_comes_from_the_new_pages(how: str) -> None:
     """C7: the old pages are another request's by then. A watch that would go on with them is told of, and not used."""
     memory = np.zeros((2, 8, LAYOUT.page_bytes // 4), np.uint32)
-    with (
-        TransferEngine.open() as a,
-        TransferEngine.open() as b,
-        Prefiller(a, LAYOUT, pages=8, memory=memory) as prefiller,
-        Decoder(b, LAYOUT, pages=8) as decoder,
-    ):
-        pending = decoder.submit(a.address, TOKENS, timeout=LIMIT)
-        with prefiller.next(LIMIT) as job:
+    with open_pair(memory) as pair:
+        job, pending = pair.start()
+        with job:
             job.use(OLD)
             memory[:, OLD[0]] = 1
             watch = job.watch([(0, TOKENS)]) if how == "watch" else None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from kv_pair import open_pair
 
 from fabric_core import BadRange, Cancelled, ConfigError, DeadlineExceeded, FabricError, TransferEngine, WaitTimeout
 from fabric_kvcache import Decoder, KvDamaged, KvLayout, PendingKv, Prefiller, PrefillJob, PrefillRefused
@@ -273,14 +274,9 @@ def test_a_hook_sends_each_layer_once_in_any_order(pair: Pair) -> None:
 
 def test_a_hook_may_be_made_before_the_pages_are_named() -> None:
     memory = np.ones(2 * 8 * LAYOUT.page_bytes // 4, np.float32)  # the user's own: 2 layers, 8 pages
-    with (
-        TransferEngine.open() as a,
-        TransferEngine.open() as b,
-        Prefiller(a, LAYOUT, pages=8, memory=memory) as prefiller,
-        Decoder(b, LAYOUT, pages=8) as decoder,
-    ):
-        pending = decoder.submit(a.address, 10, timeout=60)
-        with prefiller.next(30) as job:
+    with open_pair(memory) as pair:
+        job, pending = pair.start()
+        with job:
             hook = job.hook(0, 10)
             with pytest.raises(BadRange, match="use"):
                 hook(0)

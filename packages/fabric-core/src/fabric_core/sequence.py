@@ -118,9 +118,12 @@ class PreparedSequence:
 
     @property
     def error(self) -> FabricError | None:
-        """What went wrong first: a submit that was refused, or a transfer that ended badly.
+        """What was first seen to go wrong: a submit that was refused, or a transfer that ended badly.
 
-        A lane that was cancelled is none; a transfer that was cancelled under way is."""
+        Ends are looked at in the order of the steps: a failure is seen when all before it have ended, and a refusal may
+        be seen first. With `on_submitted`, a transfer that was taken and dropped tells nobody but its taker. A lane
+        that was cancelled is no error; a transfer that was cancelled under way is.
+        """
         return self._error(self._look())
 
     def _error(self, state: Any) -> FabricError | None:
@@ -190,7 +193,7 @@ class PreparedSequence:
         return int(lib.fab_sequence_cancel(self._pointer, -1 if lane is None else lane, under_way))
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until all that was submitted so far has ended.
+        """Block until all that was submitted so far has ended: nothing, if no addition to the word was seen yet.
 
         Raises WaitTimeout after `timeout` seconds (None: `settings.timeout`); the first error, see `error`.
         """
@@ -210,9 +213,10 @@ class PreparedSequence:
             raise error
 
     def close(self) -> None:
-        """Submit no more, and look at the word no more. What was submitted goes on. Idempotent.
+        """Submit no more, and look at the word no more. What was submitted goes on, uncounted: `ended` stands still.
 
-        A word that a GPU may still bump belongs to another then: cancel first, and close when that work has ended.
+        Idempotent. A word that a GPU may still bump belongs to another then: cancel first, and close when that work has
+        ended.
         """
         if self.closed:
             return

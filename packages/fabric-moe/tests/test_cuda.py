@@ -11,6 +11,7 @@ import pytest
 import torch
 from gpu_replay import Replay
 from moe_cases import ROUTINGS, VIEWS, Case, run_steps
+from moe_told import all_say, start
 
 pytestmark = [
     pytest.mark.gpu,
@@ -171,13 +172,8 @@ def test_processes_share_a_gpu(processes: Any, ranks: int) -> None:
     case = on_gpu(
         ranks=ranks, experts=20, topk=4, hidden=64, tokens=[33, 2, 0, 64], routing="zipf", more={"timeout": 60.0}
     )
-    started = [processes(case, [rank]) for rank in range(ranks)]
-    for process in started:
-        process.hear("open")
-    for process in started:
-        process.tell("steps 0 6")
-    for process in started:
-        process.hear("ok 6")
+    started = start(processes, case)
+    all_say(started, "steps 0 6", "ok 6")
     for process in started:
         process.end()
 
@@ -185,17 +181,9 @@ def test_processes_share_a_gpu(processes: Any, ranks: int) -> None:
 def test_a_process_is_killed_and_the_others_go_on(processes: Any) -> None:
     """Between its dispatch and its receive: the kernels of the others give up in time, and name it."""
     case = on_gpu(ranks=3, experts=9, topk=3, hidden=64, tokens=[13, 5, 9], more={"timeout": 4.0})
-    started = [processes(case, [rank]) for rank in range(3)]
-    for process in started:
-        process.hear("open")
-    for process in started:
-        process.tell("steps 0 2")
-    for process in started:
-        process.hear("ok 2")
-    for process in started:
-        process.tell("half 2 1")
-    for process in started:
-        process.hear("half")
+    started = start(processes, case)
+    all_say(started, "steps 0 2", "ok 2")
+    all_say(started, "half 2 1", "half")
     os.kill(started[2].pid, signal.SIGKILL)
     for process in started[:2]:
         process.tell("steps 3 3")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from moe_cases import Case
+from moe_told import all_say, start
 
 SOON = 45.0  # seconds: before CASE's timeout, so it was the engine that noticed; usually 0.1 and 5
 CASE = Case(
@@ -18,19 +19,6 @@ CASE = Case(
 )  # fmt: skip
 STEPS = int(os.environ.get("FABRIC_MOE_STEPS", "60"))  #: of each part of the long run
 LONG = 60.0 + STEPS  # seconds that a part of it may take
-
-
-def start(processes: Any, case: Case = CASE) -> list[Any]:
-    started = [processes(case, [rank]) for rank in range(case.ranks)]
-    for process in started:
-        process.hear("open")
-    return started
-
-
-def all_say(started: list[Any], command: str, answer: str, timeout: float = 100.0) -> list[str]:
-    for process in started:
-        process.tell(command)
-    return [process.hear(answer, timeout) for process in started]
 
 
 def lost(answers: list[str], rank: int, within: float = SOON) -> None:
@@ -45,7 +33,7 @@ def lost(answers: list[str], rank: int, within: float = SOON) -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_is_gone_and_the_others_go_on(processes: Any, how: signal.Signals, part: int) -> None:
     """Before its dispatch, between send and receive, and before its combine."""
-    started = start(processes)
+    started = start(processes, CASE)
     all_say(started, "steps 0 2", "ok 2")
     victim, others = started[2], [started[0], started[1], started[3]]
     if part:
@@ -88,7 +76,7 @@ def test_a_slow_rank_is_named_and_taken_back(processes: Any) -> None:
 
 
 def test_a_rank_comes_back(processes: Any) -> None:
-    started = start(processes)
+    started = start(processes, CASE)
     os.kill(started[3].pid, signal.SIGKILL)
     lost(all_say(started[:3], "steps 0 1", "lost"), 3)
     all_say(started[:3], "mask 3", "masked")
@@ -114,7 +102,7 @@ def test_a_rank_of_a_node_is_gone(processes: Any, how: signal.Signals) -> None:
 def test_many_steps_with_stalls_and_a_kill(processes: Any) -> None:
     """Random routing, ranks that are stopped for a moment all the time, and one that is killed in the middle."""
     dice = random.Random(7)
-    started = start(processes)
+    started = start(processes, CASE)
     for process in started:
         process.tell(f"steps 0 {STEPS}")
     waiting = {0, 1, 2, 3}

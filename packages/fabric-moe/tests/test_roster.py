@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from moe_cases import Case
+from moe_told import all_say, start
 
 from fabric_core import DeadlineExceeded, ProtocolError
 from fabric_core.bootstrap import FileBoard
@@ -111,9 +112,7 @@ def test_a_fork_is_another_process() -> None:
 
 def test_a_killed_job_starts_again_on_the_same_board(processes: Any) -> None:
     """Its cards are still there. Rank 0 of the new run comes first, when only old cards of the others lie there."""
-    started = [processes(CASE, [rank]) for rank in range(3)]
-    for process in started:
-        process.hear("open")
+    started = start(processes, CASE)
     for process in started:
         os.kill(process.pid, signal.SIGKILL)
         process.process.join()
@@ -122,9 +121,6 @@ def test_a_killed_job_starts_again_on_the_same_board(processes: Any) -> None:
     again += [processes(CASE, [rank]) for rank in (1, 2)]
     for process in again:
         process.hear("open")
-    for process in again:
-        process.tell("steps 0 3")
-    for process in again:
-        process.hear("ok 3")
+    all_say(again, "steps 0 3", "ok 3")
     for process in again:
         process.end()

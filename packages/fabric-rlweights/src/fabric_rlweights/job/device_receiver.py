@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from fabric_core import TransferEngine
@@ -10,7 +9,7 @@ from fabric_rlweights.job.device_model import BLOCK, digest_of, in_fp8, memory_f
 from fabric_rlweights.job.device_ways import Receiving
 from fabric_rlweights.job.model import engine_table
 from fabric_rlweights.job.receiver import Noted
-from fabric_rlweights.job.wire import die_with_parent, model_of, next_word, parser, say
+from fabric_rlweights.job.wire import arguments, model_of, next_word, say
 from fabric_rlweights.meta import EngineTable
 from fabric_rlweights.receiver import Receiver
 
@@ -46,9 +45,7 @@ def main() -> None:
     """Run until the launcher is through."""
     import torch
 
-    args = parser("receiver").parse_args()
-    die_with_parent(args.parent)
-    logging.basicConfig(level=logging.ERROR)
+    args = arguments("receiver")
     torch.set_num_threads(1)
     plain = engine_table(model_of(args.model), args.rank, args.receivers)
     table, memory = memory_for(in_fp8(plain) if args.fp8 else plain, args.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from typing import Any
 
 from fabric_core import TransferEngine
@@ -11,7 +10,7 @@ from fabric_rlweights.dtensor import table_of
 from fabric_rlweights.job.device_model import digest_of, fill, in_fp8, reference
 from fabric_rlweights.job.device_ways import Sending, limit
 from fabric_rlweights.job.model import engine_table
-from fabric_rlweights.job.wire import die_with_parent, model_of, next_word, parser, say
+from fabric_rlweights.job.wire import arguments, model_of, next_word, say
 from fabric_rlweights.trainer import Trainer
 
 __all__ = ["main"]
@@ -36,9 +35,7 @@ def main() -> None:
     """Run until the launcher is through."""
     import torch
 
-    args = parser("trainer").parse_args()
-    die_with_parent(args.parent)
-    logging.basicConfig(level=logging.ERROR)
+    args = arguments("trainer")
     torch.set_num_threads(1)
     where = "cpu" if args.offloaded else args.device
     parameters = {

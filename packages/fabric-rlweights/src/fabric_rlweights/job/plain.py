@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from fabric_core import TransferEngine
 from fabric_rlweights.job.model import whole
-from fabric_rlweights.job.wire import die_with_parent, model_of, next_word, parser, say
+from fabric_rlweights.job.wire import arguments, model_of, next_word, say
 from fabric_rlweights.meta import Shard, TrainerTable, contiguous
 from fabric_rlweights.trainer import Trainer
 
@@ -20,9 +19,7 @@ __all__ = ["main"]
 
 def main(around: Callable[[dict[str, Any], TransferEngine, Trainer], Any] | None = None) -> None:
     """Run until the launcher is through. `around`: for tests, returns the progress callback of a push."""
-    args = parser("trainer").parse_args()
-    die_with_parent(args.parent)
-    logging.basicConfig(level=logging.ERROR)
+    args = arguments("trainer")
     parts = args.trainers // args.replicate
     part = args.rank % parts
     buffers: list[Any] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import time
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 from fabric_core import TransferEngine
 from fabric_rlweights.hooks import Hooks
 from fabric_rlweights.job.model import engine_table, whole
-from fabric_rlweights.job.wire import die_with_parent, model_of, next_word, parser, say
+from fabric_rlweights.job.wire import arguments, model_of, next_word, say
 from fabric_rlweights.meta import EngineTable
 
 __all__ = ["main"]
@@ -49,9 +48,7 @@ def matches(table: EngineTable, tensors: dict[str, Any], version: int, seed: int
 
 def main() -> None:
     """Run until the launcher is through."""
-    args = parser("receiver").parse_args()
-    die_with_parent(args.parent)
-    logging.basicConfig(level=logging.ERROR)
+    args = arguments("receiver")
     from fabric_rlweights.receiver import Receiver
 
     model = model_of(args.model)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from typing import Any
 
 from fabric_core import TransferEngine
 from fabric_rlweights.job import baselines
 from fabric_rlweights.job.model import whole
-from fabric_rlweights.job.wire import die_with_parent, model_of, next_word, parser, say
+from fabric_rlweights.job.wire import arguments, model_of, next_word, say
 
 __all__ = ["main"]
 
@@ -70,9 +69,7 @@ def build(args: Any) -> tuple[Any, Any]:
 
 def main() -> None:
     """Run until the launcher is through."""
-    args = parser("trainer").parse_args()
-    die_with_parent(args.parent)
-    logging.basicConfig(level=logging.ERROR)
+    args = arguments("trainer")
     import torch.distributed as dist
 
     from fabric_rlweights.dtensor import table_of

@@ -6,6 +6,7 @@ import argparse
 import ctypes
 import dataclasses
 import json
+import logging
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 
 from fabric_rlweights.job.model import Model
 
-__all__ = ["die_with_parent", "model_of", "next_word", "parser", "say"]
+__all__ = ["arguments", "die_with_parent", "model_of", "next_word", "say"]
 
 
 def say(**what: Any) -> None:
@@ -27,7 +28,15 @@ def next_word() -> dict[str, Any] | None:
     return dict(json.loads(line)) if line else None
 
 
-def parser(role: str) -> argparse.ArgumentParser:
+def arguments(role: str) -> argparse.Namespace:
+    """Return the arguments of this process, which ends with its launcher and logs errors alone."""
+    args = _parser(role).parse_args()
+    die_with_parent(args.parent)
+    logging.basicConfig(level=logging.ERROR)
+    return args
+
+
+def _parser(role: str) -> argparse.ArgumentParser:
     """The arguments that both roles take."""
     made = argparse.ArgumentParser(prog=role)
     for name in ("--rank", "--trainers", "--receivers", "--tp", "--replicate", "--parent"):

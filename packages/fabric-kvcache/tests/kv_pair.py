@@ -60,12 +60,12 @@ class Pair:
 
 
 @contextmanager
-def open_pair(memory: Any = None, **decoder: Any) -> Iterator[Pair]:
-    """Without a tail. `memory`: the prefiller's, if it is the user's own; `decoder`: arguments of the Decoder."""
+def open_pair(prefiller_memory: Any = None, **decoder: Any) -> Iterator[Pair]:
+    """Without a tail. `prefiller_memory`: if it is the user's own; `decoder`: arguments of the Decoder."""
     with (
         TransferEngine.open() as a,
         TransferEngine.open() as b,
-        Prefiller(a, LAYOUT, pages=8, memory=memory) as p,
+        Prefiller(a, LAYOUT, pages=8, memory=prefiller_memory) as p,
         Decoder(b, LAYOUT, pages=16, **decoder) as d,
     ):
         yield Pair(a, b, p, d)

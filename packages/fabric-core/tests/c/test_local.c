@@ -970,7 +970,7 @@ static pid_t child_start(const char *name, uint32_t path, uint64_t len, int mapp
     pid_t pid = fork();
     CHECK(pid >= 0);
     if (pid) {
-        UNTIL(atomic_load(&sh->ready), 10, usleep(500));
+        UNTIL(atomic_load(&sh->ready), 60, usleep(500));
         return pid;
     }
     prctl(PR_SET_PDEATHSIG, SIGKILL);

@@ -168,8 +168,40 @@ static void a_sleeper_polls_no_more(void) {
     drop_side(&a);
 }
 
+/* ... for as long as it polls, looking after it less and less often, and never for longer than it has polled (decision 0002) */
+static void a_worker_trusts_who_has_polled_for_long(void) {
+    fab_engine e = {.cfg.hand_over = 1};
+    static fab_group g;
+    fab_handed h = {0};
+    g.engine = &e;
+    uint64_t now = 50 * MS, most = 0;
+    CHECK(fab_left_to_poller(&g, &h, now) == 0); /* nobody has ever polled */
+    for (uint64_t begun = now; now < begun + 200 * MS;) {
+        g.last_help = now - 1000; /* it goes on and on */
+        g.looks++;
+        uint64_t nap = fab_left_to_poller(&g, &h, now);
+        CHECK(nap >= MS && nap <= 8 * MS && (nap == MS || nap <= (now - begun) / 8));
+        most = nap > most ? nap : most;
+        now += nap;
+    }
+    CHECK(most == 8 * MS);
+    g.last_help = now - 3 * MS; /* since the last look it came again, and not for 3 ms: looked after soon */
+    g.looks++;
+    CHECK(fab_left_to_poller(&g, &h, now) == MS);
+    CHECK(fab_left_to_poller(&g, &h, now + MS) == 0); /* it is gone */
+    g.lock = 1; /* or has been at one step since */
+    CHECK(fab_left_to_poller(&g, &h, now + MS) == MS);
+    CHECK(fab_left_to_poller(&g, &h, now + 20 * MS) == 0);
+    g.lock = 0;
+    g.last_help = now + 30 * MS; /* back: trusted from the beginning again */
+    CHECK(fab_left_to_poller(&g, &h, now + 30 * MS) == MS && h.since == now + 30 * MS);
+    g.last_help = 0; /* it waits, and says so */
+    CHECK(fab_left_to_poller(&g, &h, now + 31 * MS) == 0);
+}
+
 int main(void) {
     a_sleeper_polls_no_more();
+    a_worker_trusts_who_has_polled_for_long();
     peers_have_one_number();
     names_outlive_their_owners();
     receives_wait_for_room();

@@ -65,9 +65,9 @@ static void account(fab_group *g, fab_peer *peer, uint32_t nic, const batch *b, 
         }
     }
     g->outstanding += taken;
-    FAB_COUNT(g->stats.wrs, taken);
-    FAB_COUNT(peer->nic[nic].ops, taken);
-    FAB_COUNT(peer->nic[nic].bytes, bytes);
+    FAB_COUNT_LOCKED(g->stats.wrs, taken);
+    FAB_COUNT_LOCKED(peer->nic[nic].ops, taken);
+    FAB_COUNT_LOCKED(peer->nic[nic].bytes, bytes);
 }
 
 /* The peer's first work as one request, if it is pages and the NIC takes such. Returns how many units it took, 0: it is full;
@@ -107,9 +107,9 @@ static int post_pages(fab_group *g, fab_peer *peer, uint32_t nic, uint64_t now) 
         w->transfer->works_left--;
     }
     g->outstanding += (uint32_t)taken;
-    FAB_COUNT(g->stats.wrs, (uint32_t)taken);
-    FAB_COUNT(peer->nic[nic].ops, (uint32_t)taken);
-    FAB_COUNT(peer->nic[nic].bytes, w->len * (uint32_t)taken);
+    FAB_COUNT_LOCKED(g->stats.wrs, (uint32_t)taken);
+    FAB_COUNT_LOCKED(peer->nic[nic].ops, (uint32_t)taken);
+    FAB_COUNT_LOCKED(peer->nic[nic].bytes, w->len * (uint32_t)taken);
     return taken;
 }
 
@@ -128,7 +128,7 @@ static uint32_t post_peer(fab_group *g, fab_peer *peer, uint64_t now) {
         if (!b.n) continue;
         int taken = g->nics[i].ops->post(g->nics[i].ctx, peer->nic[i].id, b.wr, b.n);
         if (taken < 0 && taken != -EAGAIN) {
-            FAB_COUNT(peer->nic[i].errors, 1);
+            FAB_COUNT_LOCKED(peer->nic[i].errors, 1);
             fab_transfer_fail(g, b.work[0]->transfer, taken, peer->number, (int32_t)i, now);
             total++;
             continue;

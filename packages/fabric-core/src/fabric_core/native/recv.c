@@ -65,7 +65,7 @@ void fab_recv_done(fab_group *g, uint64_t id, uint64_t len, int32_t status) {
         return;
     }
     r->len = len < r->cap ? len : r->cap;
-    FAB_COUNT(g->stats.recvs, 1);
+    FAB_COUNT_LOCKED(g->stats.recvs, 1);
     fab_event_push(g->engine, &r->event, FAB_EV_RECV);
 }
 

@@ -5,7 +5,7 @@
 void fab_hist_count(_Atomic uint64_t *hist, uint64_t from, uint64_t to) {
     uint64_t ns = to > from ? to - from : 0;
     uint32_t bucket = ns ? 63u - (uint32_t)__builtin_clzll(ns) : 0;
-    FAB_COUNT(hist[bucket < FAB_HIST ? bucket : FAB_HIST - 1], 1);
+    FAB_COUNT_LOCKED(hist[bucket < FAB_HIST ? bucket : FAB_HIST - 1], 1);
 }
 
 int fab_engine_stats(fab_engine *e, uint32_t group, fab_stats *out) {

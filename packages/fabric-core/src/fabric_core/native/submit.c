@@ -99,7 +99,7 @@ static int64_t launch(fab_engine *e, fab_transfer *t, uint64_t local) {
     }
     FAB_COUNT(g->stats.submitted, 1);
     if (bytes <= e->cfg.inline_bytes && !e->cfg.busy && !g->shy && fab_group_try(g)) {
-        fab_step_submitted(g, fab_time(e));
+        fab_step_submitted(g, now);
         /* Left to do: something that did not fit, or a completion that nobody asked to be woken for. */
         bool more =
             !fab_list_empty(&g->active) || (g->outstanding && !atomic_load_explicit(&g->armed, memory_order_relaxed));

@@ -26,13 +26,13 @@ static void finish(fab_group *g, fab_transfer *t, uint64_t now) {
     fab_timer_remove(g, &t->timer);
     fab_transfer_let_go(t);
     if (phase == FAB_DONE) {
-        FAB_COUNT(g->stats.done, 1);
-        FAB_COUNT(g->stats.bytes, t->bytes);
+        FAB_COUNT_LOCKED(g->stats.done, 1);
+        FAB_COUNT_LOCKED(g->stats.bytes, t->bytes);
         fab_hist_count(g->stats.post_to_done, t->posted_ns, now);
     } else if (phase == FAB_CANCELLED) {
-        FAB_COUNT(g->stats.cancelled, 1);
+        FAB_COUNT_LOCKED(g->stats.cancelled, 1);
     } else {
-        FAB_COUNT(g->stats.failed, 1);
+        FAB_COUNT_LOCKED(g->stats.failed, 1);
     }
     atomic_fetch_sub_explicit(&e->inflight, 1, memory_order_relaxed);
     uint64_t flag = t->flag; /* bumped last: who sees it finds the transfer ended */

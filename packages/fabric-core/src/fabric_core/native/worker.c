@@ -14,6 +14,7 @@
 #define JUST_LOOKED_NS 20000ull    /* a poller that looked so long ago is about to look again */
 #define POLLER_GONE_NS 10000000ull /* a poller that has not looked for so long is gone */
 #define HANDED_OVER_NS 1000000ull  /* ... the work is left to (few cores): look soon whether it does it */
+#define HANDED_OVER_MOST_NS 8000000ull /* ... later, the longer it has done so */
 
 /* ---- the loop body ------------------------------------------------------------------------------ */
 
@@ -68,7 +69,7 @@ static void complete(fab_group *g, uint32_t nic, const fab_wc *wc, uint64_t now)
         break;
     }
     case FAB_WC_IMM:
-        FAB_COUNT(g->stats.imms, wc->count);
+        FAB_COUNT_LOCKED(g->stats.imms, wc->count);
         fab_imm_arrive(g->engine, wc->imm, wc->count);
         break;
     case FAB_WC_RECV: fab_recv_done(g, wc->id, wc->len, wc->status); break;
@@ -105,6 +106,7 @@ static uint32_t post(fab_group *g, uint64_t now) {
 }
 
 uint32_t fab_step(fab_group *g, uint64_t now) {
+    g->stepped_ns = now;
     uint32_t did = post(g, now); /* new requests leave before anything is polled */
     did += poll_nics(g, now);
     if (now / FAB_TICK_NS != g->tick) did += fab_timers_run(g, now);
@@ -115,8 +117,11 @@ uint32_t fab_step(fab_group *g, uint64_t now) {
 /* Somebody polls, who has just looked and will again: a look of the submitter's would find next to nothing, and costs a
  * system call where the NIC is a socket. */
 uint32_t fab_step_submitted(fab_group *g, uint64_t now) {
+    if (now < g->stepped_ns) now = g->stepped_ns; /* of before it had the lock: time never runs backwards in a domain */
     bool looked = now - atomic_load_explicit(&g->last_help, memory_order_relaxed) < JUST_LOOKED_NS;
-    return looked ? post(g, now) : fab_step(g, now);
+    if (!looked) return fab_step(g, now);
+    g->stepped_ns = now;
+    return post(g, now);
 }
 
 /* ---- who steps -------------------------------------------------------------------------------------- */
@@ -134,7 +139,7 @@ void fab_group_unlock(fab_group *g) {
         /* A submitter pushes and then tries the lock; we free the lock and then look at the ring. Both orders are
          * sequentially consistent, so a request pushed while we held the lock is seen by one of the two. */
         if (!fab_ring_ready(&g->ring) || !fab_group_try(g)) break;
-        FAB_COUNT(g->stats.steps, 1);
+        FAB_COUNT_LOCKED(g->stats.steps, 1);
         fab_step(g, fab_time(g->engine));
     }
     if (atomic_load_explicit(&g->idle, memory_order_seq_cst) && atomic_load_explicit(&g->ntimers, memory_order_seq_cst))
@@ -198,13 +203,12 @@ uint32_t fab_group_help(fab_group *g, bool polling) {
                 fab_group_kick(g); /* it must look every tick now */
         }
     }
-    FAB_COUNT(g->stats.helps, 1);
+    FAB_COUNT_LOCKED(g->stats.helps, 1);
     uint32_t did = polling ? fab_step(g, now) : fab_step_submitted(g, now);
     /* More to post: go on for a while, which is cheaper than being called again. Not for long: the GIL may be held. */
     while (did && !fab_list_empty(&g->active) && fab_time(g->engine) - now < HELP_NS)
         if (!fab_step(g, fab_time(g->engine))) break;
-    if (polling && g->engine->cfg.hand_over) /* a step may copy for milliseconds: the poller is still there */
-        atomic_store_explicit(&g->last_help, fab_time(g->engine), memory_order_relaxed);
+    if (polling) FAB_COUNT_LOCKED(g->looks, 1); /* a step may copy for milliseconds: the poller is still there */
     fab_group_unlock(g);
     return did;
 }
@@ -228,9 +232,9 @@ static void drain(int fd) {
 }
 
 /* Returns whether there may be something: not if only a tick has passed. */
-static bool sleep_until_something(fab_group *g, bool handed_over) {
+static bool sleep_until_something(fab_group *g, uint64_t handed_over_ns) {
     uint64_t now = fab_now();
-    bool woken = true;
+    bool woken = true, handed_over = handed_over_ns;
     bool poller = handed_over || now - atomic_load_explicit(&g->last_help, memory_order_relaxed) < POLLER_GONE_NS;
     if (!poller && !fab_group_arm(g)) return true;
     /* announce, then look once more: a submitter pushes, and then reads `sleeping` */
@@ -248,9 +252,10 @@ static bool sleep_until_something(fab_group *g, bool handed_over) {
         atomic_store_explicit(&g->idle, !poller, memory_order_seq_cst);
         bool idle = !poller && !atomic_load_explicit(&g->ntimers, memory_order_seq_cst);
         if (!idle) atomic_store_explicit(&g->idle, 0, memory_order_relaxed);
-        struct timespec tick = {0, (long)(poller && g->engine->cfg.hand_over ? HANDED_OVER_NS
-                                          : idle                             ? IDLE_NS
-                                                                             : TICK_NS)};
+        struct timespec tick = {0, (long)(handed_over                          ? handed_over_ns
+                                          : poller && g->engine->cfg.hand_over ? HANDED_OVER_NS
+                                          : idle                               ? IDLE_NS
+                                                                               : TICK_NS)};
         FAB_COUNT(g->stats.sleeps, 1);
         atomic_store_explicit(&g->deaf, handed_over, memory_order_relaxed);
         woken = ppoll(fds, n, &tick, NULL) != 0;
@@ -274,12 +279,22 @@ static void pin(const fab_group *g) {
     if (any) pthread_setaffinity_np(pthread_self(), sizeof set, &set); /* a wish: a cpuset may forbid it */
 }
 
-/* On few cores, whether a thread that polls does the work at present: it did a moment ago, or is just at it. Its worker
- * would only take the lock from it, and then the core, while it spins for the lock. */
-static bool left_to_poller(const fab_group *g, uint64_t now) {
+/* On few cores, how long to leave the work to a thread that polls: it looked a moment ago, or is just at it. Its worker
+ * would only take the lock from it, and then the core, while it spins for the lock. Returns 0 if nobody polls. The longer
+ * somebody has, the later the worker looks again: waking it costs the poller its core for some microseconds. */
+uint64_t fab_left_to_poller(const fab_group *g, fab_handed *h, uint64_t now) {
+    if (!g->engine->cfg.hand_over) return 0;
     uint64_t last = atomic_load_explicit(&g->last_help, memory_order_relaxed), age = now > last ? now - last : 0;
-    if (!g->engine->cfg.hand_over) return false;
-    return age < HANDED_OVER_NS || (age < POLLER_GONE_NS && atomic_load_explicit(&g->lock, memory_order_relaxed));
+    uint32_t looks = atomic_load_explicit(&g->looks, memory_order_relaxed);
+    bool at_work = looks != h->looks || atomic_load_explicit(&g->lock, memory_order_relaxed);
+    h->looks = looks;
+    if (age >= HANDED_OVER_NS) {
+        h->since = 0;
+        return age < POLLER_GONE_NS && at_work ? HANDED_OVER_NS : 0;
+    }
+    if (!h->since) h->since = now;
+    uint64_t nap = (now - h->since) / 8;
+    return nap < HANDED_OVER_NS ? HANDED_OVER_NS : nap < HANDED_OVER_MOST_NS ? nap : HANDED_OVER_MOST_NS;
 }
 
 int fab_group_setup(fab_group *g);
@@ -298,11 +313,13 @@ void *fab_worker_main(void *arg) {
     if (rc) return NULL;
     uint64_t idle_since = fab_now();
     uint32_t turned_away = 0;
+    fab_handed left = {0};
     while (!atomic_load_explicit(&g->stop, memory_order_acquire)) {
         uint64_t now = fab_now();
         uint32_t did = 0;
-        if (left_to_poller(g, now)) {
-            sleep_until_something(g, true);
+        uint64_t nap = fab_left_to_poller(g, &left, now);
+        if (nap) {
+            sleep_until_something(g, nap);
             idle_since = fab_now();
             continue;
         }
@@ -310,16 +327,16 @@ void *fab_worker_main(void *arg) {
          * so it does the rest. */
         uint32_t turned = atomic_load_explicit(&g->turned_away, memory_order_relaxed);
         if (e->cfg.hand_over && turned != turned_away) {
-            sleep_until_something(g, true);
+            sleep_until_something(g, HANDED_OVER_NS);
             turned_away = atomic_load_explicit(&g->turned_away, memory_order_relaxed);
             idle_since = now;
         }
         if (fab_group_try(g)) {
-            FAB_COUNT(g->stats.steps, 1);
+            FAB_COUNT_LOCKED(g->stats.steps, 1);
             did = fab_step(g, now);
             fab_group_unlock(g);
         } else if (e->cfg.hand_over) { /* on few cores whoever holds the lock may be waiting for this very core */
-            sleep_until_something(g, true);
+            sleep_until_something(g, HANDED_OVER_NS);
             idle_since = fab_now();
             continue;
         }
@@ -332,7 +349,7 @@ void *fab_worker_main(void *arg) {
             continue;
         }
         /* After a mere tick it looks once and does not spin: that would be the most of what an idle engine costs. */
-        idle_since = sleep_until_something(g, false) ? fab_now() : 0;
+        idle_since = sleep_until_something(g, 0) ? fab_now() : 0;
     }
     return NULL;
 }

@@ -62,10 +62,10 @@ def test_codes_are_those_of_the_kernels() -> None:
     local = members("Local")
     assert local[:4] == [("epoch", 64), ("done", 8), ("broken", 4), ("unreachable", 4)]
     assert generation.UNREACHABLE_AT == 64 + 8 + 4
-    before = sum(size for _, size in local[:-1])
-    assert local[-1] == ("culprits", 8)
+    before = sum(size for _, size in local[:-2])
+    assert local[-2:] == [("culprits", 8), ("begun", 64)]
     assert before % 8 == 0
-    assert before + 8 <= GpuLayout.of(MoeConfig(**SHAPE)).peers_at
+    assert before + 8 + 64 <= GpuLayout.of(MoeConfig(**SHAPE)).peers_at
 
 
 def test_a_block_takes_no_more_tokens_than_its_memory_holds() -> None:
@@ -97,7 +97,8 @@ def test_regions_follow_one_another(
     assert at.row_bytes >= config.token_bytes + scales
     assert at.meta_bytes >= 4 * (3 * topk + 1)
     regions = [
-        (at.in_row_flags, 8 * ranks), (at.in_sum_flags, 8 * ranks), (at.in_counts, 4 * ranks * held),
+        (at.in_row_flags, 8 * ranks * at.row_parts), (at.in_sum_flags, 8 * ranks * at.sum_parts),
+        (at.in_counts, 4 * ranks * held),
         (at.in_meta, ranks * tokens * at.meta_bytes), (at.in_rows, ranks * tokens * at.row_bytes),
         (at.in_sums, tokens * config.fan_out * config.sum_bytes), (at.in_stride, 0),
     ]  # fmt: skip
@@ -110,6 +111,21 @@ def test_regions_follow_one_another(
     assert at.peers_at + 8 * ranks <= at.turns_at(0)
     memory = at.memory()
     assert memory["total"] == at.in_bytes + at.local_bytes
+
+
+def test_a_flag_for_each_block_where_a_block_can_look_at_all_of_them() -> None:
+    """And never more flags than blocks: a step of few tokens has fewer blocks, and one of them writes the rest."""
+    for ranks in (1, 2, 3, 8, 64):
+        for tokens in (1, 2, 7, 16, 32, 63, 64, 128, 511, 512, 4096):
+            at = GpuLayout.of(MoeConfig(ranks=ranks, max_tokens=tokens, **V3))
+            assert ranks * at.row_parts <= halves._THREADS
+            assert ranks * at.sum_parts <= halves._THREADS
+            assert at.row_parts in (1, tokens + 1)  # of each token, and of the block without one
+            assert at.sum_parts <= ranks * tokens
+            assert at.plan_words == 18
+    eight = [GpuLayout.of(MoeConfig(ranks=8, max_tokens=n, **V3)) for n in (1, 16, 63, 64, 4096)]
+    assert [at.row_parts for at in eight] == [2, 17, 64, 1, 1]
+    assert [at.sum_parts for at in eight] == [8, 64, 1, 1, 1]
 
 
 def test_memory_of_known_shapes() -> None:

@@ -51,6 +51,12 @@ def simulate_command(
     combine_first_us: Annotated[float | None, typer.Option(min=0, help="Launch of combine to its first bytes.")] = None,
     combine_recv_us: Annotated[float | None, typer.Option(min=0, help="Last row to the end of combine.")] = None,
     nvlink: Annotated[float, typer.Option(min=1, help="GB/s of a GPU, one way, to others of its node.")] = 450.0,
+    groups: Annotated[int, typer.Option(min=1, help="Groups of experts that the gate knows; DeepSeek-V3: 8.")] = 1,
+    most_groups: Annotated[
+        int | None, typer.Option(min=1, help="Groups that a token's experts come from at most; DeepSeek-V3: 4.")
+    ] = None,
+    hop: Annotated[float, typer.Option(min=0, help="Once per node: us of a flag's way to a GPU of the node.")] = 2.6,
+    whole: Annotated[bool, typer.Option(help="Once per node: pass on when all has come, as NodeGroup does.")] = False,
     json: Json = False,
 ) -> None:
     """Predict dispatch and combine on a cluster: real engine, virtual time, NICs with a cost model.
@@ -59,6 +65,7 @@ def simulate_command(
     """
     from fabric_core.cli.models import Report
     from fabric_core.cli.render import emit_json
+    from fabric_moe.gate import Limit
     from fabric_moe.presets import preset as named
     from fabric_moe.simulate import KERNELS, simulate, table_checks
 
@@ -76,8 +83,13 @@ def simulate_command(
     }
     changes = {name: value for name, value in given.items() if value is not None}
     used = replace(KERNELS[kernels], **changes, **({"name": "given"} if changes else {}))  # type: ignore[arg-type]
+    limit = None if most_groups is None and groups == 1 else Limit(groups, most_groups or groups)
+    alike: dict[str, Any] = {
+        "shape": preset, "kernels": used, "node": node, "tokens": tokens, "nvlink_gb_s": nvlink, "limit": limit,
+        "hop_us": hop, "whole": whole,
+    }  # fmt: skip
     answers = [
-        simulate(n, r, shape=preset, way=w, kernels=used, node=node, tokens=tokens, nvlink_gb_s=nvlink)  # type: ignore[arg-type]
+        simulate(n, r, way=w, **alike)  # type: ignore[arg-type]
         for n in nic or ["cx7", "efa-p5en"]
         for r in ranks or [8, 16, 32, 64, 128, 256]
         for w in ways
@@ -90,10 +102,11 @@ def simulate_command(
         )
         emit_json(Report[MoeSimulation](schema="fabric.moe.simulate/1", data=data, problems=[]))
     else:
-        _show(answers, checks, used)
+        passing = f"passing on in a node: {hop:g} us and {'all rows' if whole else 'the share of one node'}"
+        _show(answers, checks, used, f"{passing} at {nvlink:g} GB/s")
 
 
-def _show(answers: list[Answer], checks: list[Check], kernels: Kernels) -> None:
+def _show(answers: list[Answer], checks: list[Check], kernels: Kernels, passing: str) -> None:
     from fabric_core.cli.render import Column, console, show_table, text_lines
 
     def beside(value: float, published: float | None) -> str:
@@ -101,15 +114,16 @@ def _show(answers: list[Answer], checks: list[Check], kernels: Kernels) -> None:
 
     out = console()
     columns = [
-        Column("NIC"), Column("RANKS", right=True), Column("ONCE PER"), Column("DISPATCH us", right=True),
+        Column("NIC"), Column("RANKS", right=True), Column("ONCE PER"), Column("MEETS", right=True, drop=3),
+        Column("DISPATCH us", right=True),
         Column("PAPER", right=True, drop=1), Column("LEAST", right=True, drop=2), Column("COMBINE us", right=True),
         Column("PAPER", right=True, drop=1), Column("LEAST", right=True, drop=2),
     ]  # fmt: skip
     rows = [
         [
-            a.nic, str(a.ranks), a.way, f"{a.dispatch_us:.1f}", beside(a.dispatch_us, a.published_dispatch_us),
-            f"{a.least_dispatch_us:.1f}", f"{a.combine_us:.1f}", beside(a.combine_us, a.published_combine_us),
-            f"{a.least_combine_us:.1f}",
+            a.nic, str(a.ranks), a.way, f"{a.meets:.2f}", f"{a.dispatch_us:.1f}",
+            beside(a.dispatch_us, a.published_dispatch_us), f"{a.least_dispatch_us:.1f}", f"{a.combine_us:.1f}",
+            beside(a.combine_us, a.published_combine_us), f"{a.least_combine_us:.1f}",
         ]
         for a in answers
     ]  # fmt: skip
@@ -118,6 +132,8 @@ def _show(answers: list[Answer], checks: list[Check], kernels: Kernels) -> None:
         out,
         f"kernels ({kernels.name}): dispatch first bytes {kernels.first:g} us, receive {kernels.dispatch_recv:g} us; "
         f"combine first bytes {kernels.combine_first:g} us, receive {kernels.combine_recv:g} us: {kernels.source}",
+        f"experts drawn: {answers[0].routing}; {passing}" if answers else "",
+        "MEETS: experts, ranks or nodes that a token is sent to. "
         "LEAST: the same bytes at the NIC's nominal rate. PAPER: as published, once per expert.",
         *(
             f"{c.nic}, {c.what}: {c.predicted_us:.2f} us, the paper's Tables 8 and 9 say {c.paper_us:.2f} "

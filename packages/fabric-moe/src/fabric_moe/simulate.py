@@ -8,12 +8,19 @@ one of the rows. What a GPU does before and after is not modelled; it is an inpu
 
 Three ways to send are compared: a copy for each expert (the paper's), once for each rank (`MoeGroup`), once for each
 node, with the rest over NVLink (`NodeGroup`, which tells its counts to its own rail only: as many peers as nodes).
+
+Once per node, a rank passes rows on to its node, and gathers sums from it:
+
+    in flow    as they come, a share at a time: what the wire has not hidden is the share of one node, and a hop
+    whole      after all of a step has come, as NodeGroup's calls do: all shares, and a hop
+
+Who is met is drawn evenly, or by a gate that is limited to some groups of experts (gate.py).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -21,52 +28,17 @@ import numpy as np
 from fabric_core import ConfigError
 from fabric_core.cli.models import Model
 from fabric_core.sim_predict import compare, nics, predict
+from fabric_moe.gate import Limit, draw, met
 from fabric_moe.nodes import rail_config
 from fabric_moe.presets import preset
+from fabric_moe.simulate_inputs import HOP, KERNELS, PUBLISHED, Kernels
 
-__all__ = ["KERNELS", "PUBLISHED", "Answer", "Check", "Kernels", "Way", "simulate", "table_checks"]
+__all__ = ["HOP", "KERNELS", "PUBLISHED", "Answer", "Check", "Kernels", "Way", "simulate", "table_checks"]
 
 Way = Literal["expert", "rank", "node"]
 
 
-@dataclass(frozen=True, slots=True)
-class Kernels:
-    """What GPUs add to the wire, in microseconds."""
-
-    name: str
-    first: float  #: from the launch of dispatch to its first bytes being ready to be sent
-    dispatch_recv: float  #: from the last row's arrival to the end of dispatch
-    combine_first: float  #: from the launch of combine to its first bytes being ready
-    combine_recv: float
-    source: str
-
-
-#: `paper`: section 6 and Fig. 12 of arXiv 2510.27656. `asked`: what this project asks of its kernels. `h200`: what its
-#: kernels took on an H200, docs/results: whole kernels, since what they send leaves when they end.
-KERNELS = {
-    "paper": Kernels("paper", 15.0, 25.3, 13.4, 15.0, "first transfer 15 us after launch; kernel times of Fig. 12"),
-    "asked": Kernels(
-        "asked", 4.0, 8.0, 4.0, 7.0,
-        "3 us + 1.5 x the bytes of 128 tokens at 3.3 TB/s: what this project asks of its kernels",
-    ),
-    "h200": Kernels("h200", 8.3, 7.4, 14.1, 6.0, "this package's kernels, 128 tokens, 8 ranks on an H200; no proxy"),
-}  # fmt: skip
-
-#: p50 microseconds, as the paper's authors publish them: (kind, NIC, ranks) -> (dispatch, combine). Left out: two
-#: cells of the prefill table that look exchanged with each other.
-PUBLISHED: dict[tuple[str, str, int], tuple[float, float]] = {
-    ("decode", "efa-p5en", 16): (214.8, 241.5),
-    ("decode", "efa-p5en", 32): (229.1, 335.0),
-    ("decode", "efa-p5en", 64): (266.7, 391.2),
-    ("decode", "cx7", 16): (110.2, 185.5),
-    ("decode", "cx7", 32): (153.9, 266.3),
-    ("decode", "cx7", 64): (187.5, 309.1),
-    ("prefill", "efa-p5en", 16): (3196.7, 5379.1),
-    ("prefill", "efa-p5en", 32): (4619.0, 8271.5),
-    ("prefill", "efa-p5en", 64): (5334.3, 9779.3),
-    ("prefill", "cx7", 32): (4011.8, 7526.8),
-    ("prefill", "cx7", 64): (4665.2, 8771.1),
-}
+_DRAWS = 1 << 14  # tokens that are drawn to count whom a limited gate meets: 4 nodes of 8 to about 0.002
 
 
 class Answer(Model):
@@ -77,6 +49,8 @@ class Answer(Model):
     tokens: int
     way: str
     kernels: str
+    routing: str  #: how experts are drawn
+    meets: float  #: experts, ranks or nodes, by `way`, that a token is sent to, its own among them
     dispatch_us: float
     combine_us: float
     wire_dispatch_us: float  #: of them, from the first bytes being ready to the last row's arrival
@@ -128,6 +102,15 @@ def targets(experts: int, held: Sequence[int], topk: int) -> float:
     return found
 
 
+@functools.cache
+def _drawn(experts: int, bounds: tuple[int, ...], topk: int, limit: Limit | None) -> float:
+    """Distinct owners of a token's experts; owner i holds the experts from bounds[i] up to bounds[i + 1]."""
+    if limit is None:
+        return targets(experts, np.diff(bounds).tolist(), topk)
+    dice = np.random.default_rng(0)
+    return met(draw(dice, _DRAWS, experts, topk, limit), np.array(bounds))
+
+
 def _scatter(nic: str, size: int, peers: int) -> tuple[float, float]:
     """Return seconds from submit to the last arrival, and the worker's time in it that a next scatter waits for."""
     if peers < 1 or size < 1:
@@ -139,11 +122,18 @@ def _scatter(nic: str, size: int, peers: int) -> tuple[float, float]:
 
 def simulate(
     nic: str, ranks: int, *, shape: str = "decode", way: Way = "rank", kernels: Kernels | None = None,
-    node: int = 8, tokens: int | None = None, nvlink_gb_s: float = 450.0,
+    node: int = 8, tokens: int | None = None, nvlink_gb_s: float = 450.0, limit: Limit | None = None,
+    hop_us: float = HOP, whole: bool = False,
 ) -> Answer:  # fmt: skip
     """Predict a step of `ranks` ranks, `node` of them in a node.
 
-    Raises ConfigError for a NIC or shape that is none, for a node that is not full, and for nodes without experts.
+    Args:
+        nvlink_gb_s: of a GPU, one way, to others of its node.
+        limit: of the experts that a token may take; None: all are alike.
+        hop_us: a flag's way within a node, when passing on. whole: passing on begins when all has come.
+
+    Raises ConfigError for a NIC or shape that is none, a node that is not full, nodes without experts, and a limit that
+    leaves too few experts.
     """
     if ranks > node and ranks % node:
         raise ConfigError(f"ranks={ranks}: a multiple of the {node} ranks of a node, or one node (--node)")
@@ -155,9 +145,13 @@ def simulate(
     row = payload if way == "expert" else config.row_bytes  # the copies of the paper carry no list of experts
     back = config.hidden * 2
     nodes = max(1, ranks // node)
-    to_ranks = targets(e, np.diff(config.expert_bounds).tolist(), k)
+    bounds = tuple(config.expert_bounds.tolist())
+    if limit is not None:
+        limit.check(e, k)
+    to_ranks = meets = _drawn(e, bounds, k, limit)
     remote = ranks - min(ranks, node)
     if way == "expert":
+        meets = float(k)
         away = t * k * remote / ranks
         inside = t * k - away
         peers = remote
@@ -169,7 +163,8 @@ def simulate(
     else:
         if nodes > 1:
             row = rail_config(config, node).row_bytes
-        each = t * targets(e, np.diff(config.expert_bounds[::node]).tolist(), k) if nodes > 1 else 0
+        meets = _drawn(e, bounds[::node], k, limit) if nodes > 1 else 1.0
+        each = t * meets if nodes > 1 else 0
         away = each * (nodes - 1) / nodes
         inside = t * to_ranks
         peers = nodes - 1
@@ -191,13 +186,15 @@ def simulate(
     if not peers:
         dispatch, back_s = local
     elif way == "node":
-        # Rows are forwarded as they come, sums gathered before they leave: only the tail of one peer's share adds.
-        dispatch += local[0] / peers
-        back_s += local[1] / peers
+        # Of each node, our own too, as much is passed on; of itself a rank is taken to pass on all, which is too much.
+        shares = 1 if whole else nodes
+        dispatch += local[0] / shares + hop_us / 1e6
+        back_s += local[1] / shares + hop_us / 1e6
     rate = _rate(nic)
     published = PUBLISHED.get((shape, nic, ranks)) if tokens is None else None
     return Answer(
-        nic=nic, ranks=ranks, tokens=t, way=way, kernels=kernels.name,
+        nic=nic, ranks=ranks, tokens=t, way=way, kernels=kernels.name, meets=meets,
+        routing="even" if limit is None else f"even, of {limit.groups} groups at most {limit.most}",
         dispatch_us=kernels.first + dispatch * 1e6 + kernels.dispatch_recv,
         combine_us=kernels.combine_first + back_s * 1e6 + kernels.combine_recv,
         wire_dispatch_us=dispatch * 1e6, wire_combine_us=back_s * 1e6,

@@ -3,8 +3,9 @@
     forward     tokens -> experts -> weighted sums
     backward    gradients of the sums -> experts (by the same routing) -> gradients of the tokens and of the weights
 
-All ranks call `forward`, and later `backward`, of their layers in the same order; each waits for the others, so every
-rank needs a thread of its own.
+All ranks call `forward`, and later `backward`, of their layers in the same order. Each waits for the others, so every
+rank needs a thread of its own. On GPUs `forward` waits once, for the number of rows that came, and `backward` never:
+it is queued on the stream of its `forward`.
 """
 
 from __future__ import annotations
@@ -50,8 +51,11 @@ def _layer_type() -> Any:
         def __init__(self, forward: MoeGroup, backward: MoeGroup, experts: Iterable[torch.nn.Module]) -> None:
             """See moe_layer."""
             super().__init__()
-            if (forward.device, backward.device) != ("cpu", "cpu"):
-                raise ConfigError("gradients flow through host memory only so far: open both groups with device='cpu'")
+            if forward.device != backward.device:
+                raise ConfigError(
+                    f"tokens are on {forward.device}, their gradients on {backward.device}: open both groups for one "
+                    "device"
+                )
             if forward.config.dtype not in FLOATS:
                 raise ConfigError(
                     f"dtype={forward.config.dtype!r} has no gradients: tokens of {', '.join(FLOATS)} are trained with"
@@ -69,11 +73,10 @@ def _layer_type() -> Any:
             """x: [T, hidden] of the group's type; topk_ids, topk_weights: [T, topk]. Gradients: all but the ids'."""
             return _Step.apply(self, topk_ids, x, topk_weights, *self.experts.parameters())
 
-        def compute(self, view: Any, rows: Any) -> Any:
-            """Run each expert over its rows of a contiguous view."""
-            out = [
-                expert(rows[int(view.offsets[e]) : int(view.offsets[e + 1])]) for e, expert in enumerate(self.experts)
-            ]
+        def compute(self, rows: Any, counts: list[int]) -> Any:
+            """Run each expert over its rows."""
+            parts = torch.split(rows, counts) if counts else ()
+            out = [expert(part) for expert, part in zip(self.experts, parts, strict=True)]
             return torch.cat(out) if out else rows
 
     class _Step(torch.autograd.Function):  # type: ignore[misc]
@@ -81,43 +84,40 @@ def _layer_type() -> Any:
         def forward(ctx: Any, layer: MoeLayer, ids: Any, x: Any, weights: Any, *parameters: Any) -> Any:
             group = layer.tokens
             step = group.dispatch_send(x, ids, weights)
-            view = group.dispatch_recv(step).contiguous()
+            view = group.dispatch_recv(step).compact()
+            copies = _Copies(group, view)
             with torch.enable_grad():
-                rows = view.tensor().requires_grad_()
-                y = layer.compute(view, rows)
-            group.combine_send(view, y.detach().to(_type(group.config.out_dtype)))
+                rows = view.tensor()[copies.row].requires_grad_()
+                y = layer.compute(rows, copies.counts)
+            made = y.detach().to(_type(group.config.out_dtype)).to(copies.weights.dtype)
+            sums = copies.sums(copies.weights[copies.row, copies.slot, None] * made)
+            group.combine_send(view, copies.all_rows(sums))
             ctx.layer, ctx.ids, ctx.weights = layer, ids, weights
-            ctx.rows, ctx.y, ctx.parameters = rows, y, parameters
-            ctx.positions = torch.from_numpy(view.positions)
-            ctx.heavy = torch.from_numpy(view.received.weights)
+            ctx.rows, ctx.y, ctx.parameters, ctx.copies = rows, y, parameters, copies
             return group.combine_recv(step)
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            layer, hidden = ctx.layer, ctx.layer.tokens.config.hidden
+            layer, hidden, copies = ctx.layer, ctx.layer.tokens.config.hidden, ctx.copies
             group = layer.gradients
             kind = _type(group.config.dtype)
             given = gradients[0].to(kind)
             packed = torch.cat([given, given.new_zeros((len(given), group.config.topk))], dim=1)
             step = group.dispatch_send(packed, ctx.ids, ctx.weights.detach())
             view = group.dispatch_recv(step).compact()  # the same rows in the same order as forward
-            flow = view.tensor()[:, :hidden]
-            y = ctx.y.detach().to(kind)
-            into = torch.zeros_like(y)
-            slope = flow.new_zeros((len(flow), group.config.topk))
-            for j, row, at in _copies(ctx.positions):
-                into[at] = ctx.heavy[row, j, None].to(kind) * flow[row]
-                slope[row, j] = (y[at] * flow[row]).sum(dim=1)
+            flow = view.tensor()[: copies.rows, :hidden]
+            of_copies = flow[copies.row]
+            into = copies.weights[copies.row, copies.slot, None].to(kind) * of_copies
+            slope = flow.new_zeros((copies.rows, group.config.topk))
+            slope[copies.row, copies.slot] = (ctx.y.detach().to(kind) * of_copies).sum(dim=1)
             learning = [p for p in ctx.parameters if p.requires_grad]  # others are frozen
             back, *slopes = torch.autograd.grad(
                 ctx.y, [ctx.rows, *learning], into.to(ctx.y.dtype), allow_unused=True, retain_graph=True
             )
             found_slopes = iter(slopes)
             of_parameters = [next(found_slopes) if p.requires_grad else None for p in ctx.parameters]
-            total = torch.zeros_like(flow)
-            for _, row, at in _copies(ctx.positions) if back is not None else ():
-                total[row] += back[at].to(kind)
-            group.combine_send(view, torch.cat([total, slope], dim=1))
+            total = torch.zeros_like(flow) if back is None else copies.sums(back.to(kind))
+            group.combine_send(view, copies.all_rows(torch.cat([total, slope], dim=1)))
             found = group.combine_recv(step)
             of_weights = found[:, hidden : hidden + ctx.weights.shape[1]].to(ctx.weights.dtype)
             return (None, None, found[:, :hidden].to(ctx.rows.dtype), of_weights, *of_parameters)
@@ -125,13 +125,50 @@ def _layer_type() -> Any:
     return MoeLayer
 
 
-def _copies(positions: Any) -> Iterable[tuple[int, Any, Any]]:
-    """For each slot of the top-k: the received rows that have an expert here in it, and where its results lie."""
-    import torch
+class _Copies:
+    """Which expert here computes which received row: a copy of a row for each, by expert, then by row, then by slot.
 
-    for j in range(positions.shape[1]):
-        row = torch.nonzero(positions[:, j] >= 0).ravel()
-        yield j, row, positions[row, j]
+    On a GPU the sizes are asked for once, which waits for the tokens; nothing after it waits.
+    """
+
+    def __init__(self, group: MoeGroup, view: Any) -> None:
+        """view: compact. Raises RankLost if the tokens did not come."""
+        import torch
+
+        self._room = view.rows
+        if group.device == "cpu":
+            self.rows, self.counts = view.rows, view.counts.tolist()
+            ids, weights = torch.from_numpy(view.local_ids), torch.from_numpy(view.weights)
+        else:
+            self.rows, *self.counts = torch.cat([view.source_rows[-1:], view.counts]).tolist()
+            group.check()  # before what was read is believed
+            ids, weights = view.local_ids[: self.rows], view.weights[: self.rows]
+        self.weights = weights  #: [rows, k]
+        flat = ids.reshape(-1).long()
+        order = torch.argsort(torch.where(flat < 0, len(self.counts), flat), stable=True)[: sum(self.counts)]
+        topk = int(ids.shape[1])
+        self.row, self.slot = order // topk, order % topk  #: [copies]
+        self._here = ids >= 0
+        self._at = torch.zeros_like(flat)
+        self._at[order] = torch.arange(len(order), device=order.device)
+        self._at = self._at.reshape(ids.shape)
+
+    def sums(self, made: Any) -> Any:
+        """Add what each row's copies gave, in the order of its top-k: [copies, width] -> [rows, width]."""
+        total = made.new_zeros((self.rows, made.shape[1]))
+        if not len(made):
+            return total
+        for j in range(self._here.shape[1]):
+            total += made[self._at[:, j]].where(self._here[:, j, None], 0)
+        return total
+
+    def all_rows(self, made: Any) -> Any:
+        """Return rows as many as the view has, which on a GPU are those that may come."""
+        if len(made) == self._room:
+            return made
+        whole = made.new_empty((self._room, made.shape[1]))
+        whole[: len(made)] = made
+        return whole
 
 
 def _type(name: str) -> Any:

@@ -37,7 +37,8 @@ class Recv(ctypes.Structure):
         ("scales", ctypes.c_uint64),
         ("counts", ctypes.c_uint64),
         ("offsets", ctypes.c_uint64),
-        ("table", ctypes.c_uint64),
+        ("starts", ctypes.c_uint64),
+        ("plan", ctypes.c_uint64),
         ("local_ids", ctypes.c_uint64),
         ("weights", ctypes.c_uint64),
         ("expert_rows", ctypes.c_uint64),
@@ -52,10 +53,9 @@ class Back(ctypes.Structure):
     _fields_ = (
         ("c", Common),
         ("y", ctypes.c_uint64),
-        ("table", ctypes.c_uint64),
+        ("plan", ctypes.c_uint64),
+        ("starts", ctypes.c_uint64),
         ("weighted", ctypes.c_int32),
-        ("kind", ctypes.c_int32),
-        ("held", ctypes.c_int32),
         ("flags", ctypes.c_int32),
     )
 

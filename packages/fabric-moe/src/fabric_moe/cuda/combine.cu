@@ -53,85 +53,105 @@ __device__ __forceinline__ void narrow(Pack<F16> &p, int i, float v) {
 
 struct BackArgs {
     Common c;
-    const u8 *y;        // [rows of the view, HIDDEN]
-    const u32 *table;   // of the view, see RecvArgs
-    int weighted, kind, held, flags;
+    const u8 *y; // [rows of the view, HIDDEN]
+    const u32 *plan, *starts; // see RecvArgs
+    int weighted, flags; // weighted: by the plan's weights
 };
 
-// Where a lane is in a row: which units, and which of the row's experts. All lanes of a warp walk alike.
+// Where a warp is in its rows, as far as reading goes: which part of which row, which units of it, which of its
+// experts. All lanes walk alike. The next row's plan is under way.
 struct Walk {
-    int b, k;
-    u32 m;
-    __device__ __forceinline__ void begin(const Chosen &c) {
+    Planned row, next_row;
+    u32 item, m;
+    int b, high, k;
+    __device__ __forceinline__ void top() { // the row's first expert
         k = 0;
-        m = c.mask[0];
-        while (CHUNKS > 1 && m == 0 && k + 1 < CHUNKS) m = c.mask[++k];
+        m = __ballot_sync(~0u, row.at[0] != ~0u);
+        while (CHUNKS > 1 && m == 0 && k + 1 < CHUNKS) seek();
     }
-    // The next expert, or the first one for the next units. Returns whether the sum of the former units is complete.
-    __device__ __forceinline__ bool next(const Chosen &c, int units) {
+    __device__ __forceinline__ void seek() {
+        k++;
+#pragma unroll
+        for (int i = 1; i < CHUNKS; i++)
+            if (i == k) m = __ballot_sync(~0u, row.at[i] != ~0u);
+    }
+    __device__ __forceinline__ void begin(const Share &share) {
+        b = item % share.parts * share.span;
+        high = b + share.span < UNITS ? b + share.span : UNITS;
+        top();
+    }
+    // The next expert, or the first one for the next units or of the next row. Returns whether the former sum is whole.
+    __device__ __forceinline__ bool next(const Share &share, u32 items, const u32 *plan) {
         m &= m - 1;
-        while (CHUNKS > 1 && m == 0 && k + 1 < CHUNKS) m = c.mask[++k];
+        while (CHUNKS > 1 && m == 0 && k + 1 < CHUNKS) seek();
         if (m) return false;
-        b += units;
-        begin(c);
+        b += BATCH * 32;
+        if (b < high) {
+            top();
+            return true;
+        }
+        item += share.step;
+        if (item >= items) return true;
+        row = next_row;
+        if (item + share.step < items) next_row.read(plan + (u64)((item + share.step) / share.parts) * PLAN_WORDS);
+        begin(share);
         return true;
     }
 };
 
 template <int T> __device__ __forceinline__ void send_back(const BackArgs &a) {
-    extern __shared__ u32 words[];
     const Common &c = a.c;
-    const int tid = threadIdx.x;
-    u32 *table = words;                      // [RANKS * held]
-    u32 *starts = table + RANKS * a.held;    // [RANKS + 1]
+    const int tid = threadIdx.x, in = tid & 31;
     const u32 broken = c.local->broken, epoch = c.local->epoch[c.slot];
-    for (int q = tid; q < RANKS * a.held + RANKS + 1; q += THREADS) table[q] = a.table[q];
+    const u64 peer = tid < RANKS ? c.peers[tid] : 0;
+    const u32 counted = a.starts[RANKS], most = RANKS * MAX_TOKENS;
+    // If all rows that can come are shared out finely, the first plan can be read before it is known how many came.
+    Share share(most, UNITS, BATCH * 32);
+    const bool fine = share.span <= 64;
+    Walk ahead;
+    ahead.item = share.first();
+    if (fine && ahead.item < most * share.parts) ahead.row.read(a.plan + (u64)(ahead.item / share.parts) * PLAN_WORDS);
     if (broken) return;
-    __syncthreads();
-    const u32 all = a.flags & FLAG_DISCARDED ? 0 : starts[RANKS];
-    const u64 mine = c.mine + c.slot * (u64)IN_STRIDE;
-    const Share share(all, UNITS, BATCH * 32);
-    const bool once = a.kind == COMPACT || a.kind == RANK_MAJOR, weighted = a.weighted && !once;
-    const int in = tid & 31;
-    for (u32 item = share.first(); item < share.items; item += share.step) {
-        const u32 row = item / share.parts;
-        const int low = item % share.parts * share.span, high = low + share.span < UNITS ? low + share.span : UNITS;
-        if (low >= UNITS) continue;
-        const int s = source_of(starts, row);
-        const u64 at = (u64)s * MAX_TOKENS + row - starts[s];
-        const u32 *meta = (const u32 *)(mine + IN_META + at * META_BYTES);
-        Chosen chosen;
-        read_meta(chosen, meta);
-        u8 *out = (u8 *)(region(c, s, IN_SUMS) + (u64)meta[3 * TOPK] * SUM_BYTES);
-        place_copies(chosen, once ? 0 : table, s, a.held, a.kind == COMPACT ? row : at);
-
-        Walk here;
-        here.b = low;
-        here.begin(chosen);
-        Pack<T> now[BATCH];
-        float weight;
-        auto fetch = [&](Pack<T> *into, const Walk &w) {
-            const int lane = __ffs(w.m) - 1;
-            const u8 *y = a.y + __shfl_sync(~0u, chosen.at[w.k], lane) * (i64)(HIDDEN * Size<T>::value);
+    const u32 all = a.flags & FLAG_DISCARDED ? 0 : counted;
+    if (!fine) share = Share(all, UNITS, BATCH * 32);
+    const u32 items = all * share.parts;
+    if (ahead.item < items) {
+        if (!fine) ahead.row.read(a.plan + (u64)(ahead.item / share.parts) * PLAN_WORDS);
+        if (ahead.item + share.step < items)
+            ahead.next_row.read(a.plan + (u64)((ahead.item + share.step) / share.parts) * PLAN_WORDS);
+        ahead.begin(share);
+        auto fetch = [&](Pack<T> *into) {
+            const int lane = __ffs(ahead.m) - 1;
+            u32 at = __shfl_sync(~0u, ahead.row.at[0], lane);
+            float weight = __shfl_sync(~0u, ahead.row.weight[0], lane);
+#pragma unroll
+            for (int i = 1; i < CHUNKS; i++) {
+                const u32 other = __shfl_sync(~0u, ahead.row.at[i], lane);
+                const float heavy = __shfl_sync(~0u, ahead.row.weight[i], lane);
+                if (i == ahead.k) at = other, weight = heavy;
+            }
+            const u8 *y = a.y + at * (u64)(HIDDEN * Size<T>::value);
 #pragma unroll
             for (int n = 0; n < BATCH; n++)
-                if (w.b + n * 32 + in < high) into[n].load(y + (w.b + n * 32 + in) * Pack<T>::bytes);
-            return weighted ? __shfl_sync(~0u, chosen.weight[w.k], lane) : 1.f;
+                if (ahead.b + n * 32 + in < ahead.high) into[n].load(y + (ahead.b + n * 32 + in) * Pack<T>::bytes);
+            return weight;
         };
-        weight = fetch(now, here);
+        Pack<T> now[BATCH];
+        float weight = fetch(now);
         float sum[BATCH][UNIT] = {};
-        while (here.b < high) {  // the next numbers are on their way while these are added
-            Walk then = here;
-            const bool complete = then.next(chosen, BATCH * 32);
+        while (true) { // the next numbers are on their way while these are added
+            u8 *out = (u8 *)ahead.row.sum + (ahead.b + in) * Pack<WIRE>::bytes;
+            const int left = ahead.high - ahead.b - in;
+            const bool complete = ahead.next(share, items, a.plan), more = ahead.item < items;
             Pack<T> coming[BATCH];
             float following = 0;
-            if (then.b < high) following = fetch(coming, then);
+            if (more) following = fetch(coming);
 #pragma unroll
             for (int n = 0; n < BATCH; n++)
 #pragma unroll
                 for (int i = 0; i < UNIT; i++) {
-                    float term = widen(now[n], i);
-                    sum[n][i] = __fadd_rn(sum[n][i], weighted ? __fmul_rn(term, weight) : term);
+                    const float term = widen(now[n], i);
+                    sum[n][i] = __fadd_rn(sum[n][i], a.weighted ? __fmul_rn(term, weight) : term);
                 }
             if (complete) {
 #pragma unroll
@@ -142,22 +162,36 @@ template <int T> __device__ __forceinline__ void send_back(const BackArgs &a) {
                         narrow(p, i, sum[n][i]);
                         sum[n][i] = 0;
                     }
-                    if (here.b + n * 32 + in < high) p.store(out + (here.b + n * 32 + in) * Pack<WIRE>::bytes);
+                    if (n * 32 < left) p.store(out + n * 32 * Pack<WIRE>::bytes);
                 }
             }
-            here = then;
+            if (!more) break;
             weight = following;
 #pragma unroll
             for (int n = 0; n < BATCH; n++) now[n] = coming[n];
         }
     }
-    if (last_block(&c.local->done[1]))
-        for (int d = tid; d < RANKS; d += THREADS)
-            if (c.alive >> d & 1) store_release(region(c, d, IN_SUM_FLAGS) + 8 * c.rank, (u64)epoch << 32 | a.flags);
+    const u64 flags = peer + IN_SUM_FLAGS + c.slot * (u64)IN_STRIDE + 8 * c.rank * SUM_PARTS;
+    const bool told = tid < RANKS && (c.alive >> tid & 1);
+    const u64 word = (u64)epoch << 32 | a.flags;
+#if SUM_PARTS > 1
+    __syncthreads();
+    if (told) store_release(flags + 8 * blockIdx.x, word);
+    if (told && blockIdx.x == 0)
+        for (int p = gridDim.x; p < SUM_PARTS; p++) store_relaxed(flags + 8 * p, word);
+#else
+    if (last_block(&c.local->done[1]) && told) store_release(flags, word);
+#endif
 }
-extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_combine_send_bfloat16(BackArgs a) { send_back<BF16>(a); }
-extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_combine_send_float16(BackArgs a) { send_back<F16>(a); }
-extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_combine_send_float32(BackArgs a) { send_back<F32>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_combine_send_bfloat16(const __grid_constant__ BackArgs a) {
+    send_back<BF16>(a);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_combine_send_float16(const __grid_constant__ BackArgs a) {
+    send_back<F16>(a);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_combine_send_float32(const __grid_constant__ BackArgs a) {
+    send_back<F32>(a);
+}
 
 struct SumArgs {
     Common c;
@@ -167,7 +201,7 @@ struct SumArgs {
 
 #define TURNS (FAN < 8 ? FAN : 8)  // sums of a token that are under way at a time
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_combine_recv(SumArgs a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_combine_recv(const __grid_constant__ SumArgs a) {
     const Common &c = a.c;
     const int tid = threadIdx.x;
     __shared__ u32 flags[RANKS];
@@ -175,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_combine_recv(SumArg
     const int groups = a.each < WARPS ? a.each : WARPS, wide = THREADS / groups, group = tid / wide, in = tid % wide;
     const int first = blockIdx.x / a.parts * a.each, part = blockIdx.x % a.parts;
     int n = first + group < a.tokens ? c.turns[first + group] : 0;
-    if (!await_all(c, IN_SUM_FLAGS, flags, &epoch)) return;
+    if (!await_all<SUM_PARTS>(c, IN_SUM_FLAGS, flags, &epoch)) return;
     if (blockIdx.x == 0 && tid == 0) {
         u64 gone = 0;
         for (int r = 0; r < RANKS; r++)

@@ -15,6 +15,8 @@ typedef long long i64;
 #define THREADS 512
 #define WARPS (THREADS / 32)
 #define CHUNKS ((TOPK + 31) / 32)
+#define RANK_CHUNKS ((RANKS + 31) / 32)
+#define COLD __noinline__ // what is seldom run lies apart: the rest fits better into the caches of instructions
 #define META_WORDS (3 * TOPK + 1) // local ids, places, weights, home
 
 // What a kernel may have to say, besides that a peer did not come (report.py).
@@ -42,6 +44,7 @@ struct Local {
     u32 totals[64]; // rows of this step for each rank
     u32 claimed[4]; // as Host::told, by who is about to say it
     u64 culprits; // as there
+    u32 begun[16]; // as epoch: what dispatch_send counts from, which is not written while its blocks read it
 };
 
 struct Common {
@@ -62,6 +65,10 @@ __device__ __forceinline__ u64 load_acquire(const void *at) {
 }
 __device__ __forceinline__ void store_release(u64 at, u64 v) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(v) : "memory");
+}
+// For a word that nothing else is read or written by the leave of.
+__device__ __forceinline__ void store_relaxed(u64 at, u64 v) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(v) : "memory");
 }
 __device__ __forceinline__ u64 now() {
     u64 t;
@@ -111,22 +118,50 @@ __device__ __forceinline__ u64 region(const Common &c, int rank, u64 at) {
 
 // ---- the rows of a step, as a receiver goes through them --------------------------------------------------------
 
-// Which source a row is of: rows are counted through all sources. `starts` has RANKS + 1 entries.
-__device__ __forceinline__ int source_of(const u32 *starts, u32 row) {
-    int s = 0;
-#pragma unroll 8
-    for (int r = 1; r < RANKS; r++) s += row >= starts[r];
-    return s;
-}
+// Where the rows of each source begin, if they are counted through all sources. A warp's: lane l knows sources l and
+// l + 32.
+struct Sources {
+    u32 upto[RANK_CHUNKS], rows[RANK_CHUNKS], all;
+    __device__ __forceinline__ explicit Sources(const u32 *counted) {
+        const int lane = threadIdx.x & 31;
+        all = 0;
+#pragma unroll
+        for (int k = 0; k < RANK_CHUNKS; k++) {
+            u32 n = rows[k] = k * 32 + lane < RANKS ? counted[k * 32 + lane] : 0;
+            for (int d = 1; d < 32; d *= 2) {
+                const u32 left = __shfl_up_sync(~0u, n, d);
+                if (lane >= d) n += left;
+            }
+            upto[k] = all + n;
+            all += __shfl_sync(~0u, n, 31);
+        }
+    }
+    __device__ __forceinline__ int of(u32 row) const {
+        int s = 0;
+#pragma unroll
+        for (int k = 0; k < RANK_CHUNKS; k++) s += __popc(__ballot_sync(~0u, upto[k] <= row));
+        return s;
+    }
+    __device__ __forceinline__ u32 begin(int s) const {
+        u32 at = __shfl_sync(~0u, upto[0] - rows[0], s & 31);
+#pragma unroll
+        for (int k = 1; k < RANK_CHUNKS; k++) {
+            const u32 other = __shfl_sync(~0u, upto[k] - rows[k], s & 31);
+            if (s >= 32) at = other;
+        }
+        return at;
+    }
+};
 
 // What a warp knows of one row: for which of its own experts it is, and where each one's copy lies. Lane l holds slots
 // l, l + 32, ... of the top-k.
 struct Chosen {
     u32 mask[CHUNKS];
-    i64 at[CHUNKS];
+    u32 at[CHUNKS];
     float weight[CHUNKS];
     int id[CHUNKS];
     u32 place[CHUNKS];
+    u32 home;
 };
 
 // What travels with a row, as its receiver reads it.
@@ -139,15 +174,16 @@ __device__ __forceinline__ void read_meta(Chosen &c, const u32 *meta) {
         c.place[k] = j < TOPK ? meta[TOPK + j] : 0;
         c.weight[k] = j < TOPK ? __uint_as_float(meta[2 * TOPK + j]) : 0.f;
     }
+    c.home = meta[3 * TOPK];
 }
 
 // table: [source][expert] where the copies of an expert's rows begin; null: one copy for the row, at `alone`.
-__device__ __forceinline__ void place_copies(Chosen &c, const u32 *table, int source, int held, i64 alone) {
+__device__ __forceinline__ void place_copies(Chosen &c, const u32 *table, int source, int held, u32 alone) {
 #pragma unroll
     for (int k = 0; k < CHUNKS; k++) {
         if (table) {
             c.mask[k] = __ballot_sync(~0u, c.id[k] >= 0);
-            c.at[k] = c.id[k] >= 0 ? (i64)table[source * held + c.id[k]] + c.place[k] : 0;
+            c.at[k] = c.id[k] >= 0 ? table[source * held + c.id[k]] + c.place[k] : 0;
         } else {
             c.mask[k] = k == 0;
             c.at[k] = alone;
@@ -155,17 +191,47 @@ __device__ __forceinline__ void place_copies(Chosen &c, const u32 *table, int so
     }
 }
 
+// What combine_send does with a row, as dispatch_recv found it out: where the sum goes (two words), where the copies
+// for each of its top-k lie (~0: none here), their weights.
+#define PLAN_WORDS (2 * TOPK + 2)
+__device__ __forceinline__ void plan_row(u32 *plan, const Chosen &c, u64 sums) {
+    const int lane = threadIdx.x & 31;
+    if (lane == 0) *(u64 *)plan = sums + (u64)c.home * SUM_BYTES;
+#pragma unroll
+    for (int k = 0; k < CHUNKS; k++) {
+        const int j = k * 32 + lane;
+        if (j >= TOPK) break;
+        plan[2 + j] = c.mask[k] >> lane & 1 ? c.at[k] : ~0u;
+        plan[2 + TOPK + j] = __float_as_uint(c.weight[k]);
+    }
+}
+struct Planned {
+    u64 sum;
+    u32 at[CHUNKS];
+    float weight[CHUNKS];
+    __device__ __forceinline__ void read(const u32 *plan) {
+        const int lane = threadIdx.x & 31;
+        sum = *(const u64 *)plan;
+#pragma unroll
+        for (int k = 0; k < CHUNKS; k++) {
+            const int j = k * 32 + lane;
+            at[k] = j < TOPK ? plan[2 + j] : ~0u;
+            weight[k] = j < TOPK ? __uint_as_float(plan[2 + TOPK + j]) : 0.f;
+        }
+    }
+};
+
 // How rows are shared out: a warp takes a part of a row, at most `most` parts, as many as keep all warps busy. Warps of
 // different blocks come first, so that few rows spread over all multiprocessors.
 struct Share {
-    u32 items, parts, step;
+    u32 parts, step;
     int span; // units of a part: a multiple of `grain`
     __device__ __forceinline__ Share(u32 rows, int units, int grain) {
         const int most = (units + grain - 1) / grain;
-        parts = most;
-        while (parts > 1 && (u64)rows * parts > 4ull * gridDim.x * WARPS) parts = (parts + 1) / 2;
-        span = (most + parts - 1) / parts * grain;
-        items = rows * parts;
+        u32 n = most;
+        while (n > 1 && (u64)rows * n > 4ull * gridDim.x * WARPS) n = (n + 1) / 2;
+        span = (most + n - 1) / n * grain;
+        parts = (units + span - 1) / span;
         step = gridDim.x * WARPS;
     }
     __device__ __forceinline__ u32 first() const { return blockIdx.x + gridDim.x * (threadIdx.x / 32); }

@@ -25,7 +25,9 @@ __all__ = ["SOURCES", "cubin", "source"]
 
 log = logging.getLogger("fabric.moe")
 
-SOURCES = ("common.cuh", "waiting.cuh", "dispatch_send.cu", "dispatch_recv.cu", "combine.cu")
+SOURCES = (
+    "common.cuh", "waiting.cuh", "tokens.cuh", "dispatch_one.cuh", "dispatch_send.cu", "dispatch_recv.cu", "combine.cu",
+)  # fmt: skip
 _OPTIONS = ("--std=c++17", "-lineinfo")
 
 

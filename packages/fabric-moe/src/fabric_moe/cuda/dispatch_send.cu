@@ -1,54 +1,13 @@
-// Dispatch, the sending half. It gives each row its place: a slot in the memory that the receiver keeps for this sender,
-// and, for each expert, how many earlier rows of this sender are for that expert. So the receiver sorts nothing, and
-// the order is that of sources and tokens, whatever arrives first.
+// Dispatch, the sending half. It gives each row its place: a slot in the memory that the receiver keeps for this
+// sender, and, for each expert, how many earlier rows of this sender are for that expert. So the receiver sorts
+// nothing, and the order is that of sources and tokens, whatever arrives first.
 
-#define VEC widest(TOKEN_BYTES, 16)
-#define VECS (TOKEN_BYTES / VEC)
-#define AHEAD 4 // vectors of a lane that are under way at a time
-typedef Bits<VEC>::type Vec;
-#if SCALE_BYTES
-#    define SVEC widest(SCALE_BYTES, 16)
-#    define SVECS (SCALE_BYTES / SVEC)
-typedef Bits<SVEC>::type Svec;
-#endif
-
-struct SendArgs {
-    Common c;
-    const u8 *x;
-    const u8 *scales;
-    const void *ids;
-    const float *weights; // null: 1
-    const int *live; // null: all
-    int tokens, given; // rows, and ids of each
-    int wide; // ids are of 64 bits
-    int each; // tokens of a block
-};
-
-__device__ __forceinline__ i64 raw_id(const SendArgs &a, int t, int j) {
-    if (j >= a.given) return -1;
-    i64 at = (i64)t * a.given + j;
-    return a.wide ? ((const i64 *)a.ids)[at] : ((const int *)a.ids)[at];
-}
-__device__ __forceinline__ float weight_at(const SendArgs &a, int t, int j) {
-    return a.weights && j < a.given ? a.weights[(i64)t * a.given + j] : 1.f;
-}
-// An expert of ours or of another rank that takes part, else -1. `loud`: this thread reports what is wrong with it.
-__device__ __forceinline__ int checked(const SendArgs &a, i64 id, int t, bool loud) {
-    if (id < -1 || id >= EXPERTS) {
-        if (loud) tell(a.c, BAD_ID, t, id);
-        return -1;
-    }
-    if (id < 0) return -1;
-    if (!(a.c.alive >> owner((int)id) & 1)) {
-        if (loud) atomicAdd(&a.c.local->unreachable, 1u);
-        return -1;
-    }
-    return (int)id;
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_dispatch_send(SendArgs a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_dispatch_send(const __grid_constant__ SendArgs a) {
     extern __shared__ u64 shared[];
     const Common &c = a.c;
+#if CHUNKS == 1
+    if (a.each == 1) return send_one(a);
+#endif
     const int tid = threadIdx.x, lane = tid & 31, each = a.each;
     u64 *mask = shared; // [each] ranks of a token
     u64 *peers = mask + each; // [RANKS]
@@ -59,12 +18,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_dispatch_send(SendA
     u32 *slot = place + each * TOPK; // [each * FAN] place of a token's row at its n-th rank
     u32 *to = slot + each * FAN; // [each * FAN] that rank
     float *weights = (float *)(to + each * FAN); // [each * TOPK]
-    const u32 broken = c.local->broken, epoch = c.local->epoch[c.slot] + 1;
-    int live = a.live ? *a.live : a.tokens;
-    if (live < 0 || live > a.tokens) {
-        if (blockIdx.x == 0 && tid == 0) tell(c, BAD_LIVE, live, a.tokens);
-        live = live < 0 ? 0 : a.tokens;
-    }
+    const u32 broken = c.local->broken, epoch = c.local->begun[c.slot] + 1;
+    const int live = live_tokens(a);
     const int first = blockIdx.x * each;
     const int own = live - first < each ? (live > first ? live - first : 0) : each;
 
@@ -85,52 +40,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_dispatch_send(SendA
 #endif
     // and so are the ids of the first tokens before
     const int before = first < live ? first : live;
-    i64 some[8];
+    i64 some[AT_ONCE];
 #pragma unroll
-    for (int i = 0; i < 8; i++) some[i] = i < TOPK && tid < before ? raw_id(a, tid, i) : -1;
+    for (int i = 0; i < AT_ONCE; i++) some[i] = i < TOPK && tid < before ? raw_id(a, tid, i) : -1;
     const u64 peer = tid < RANKS ? c.peers[tid] : 0;
     i64 id = tid < own * TOPK ? raw_id(a, first + tid / TOPK, tid % TOPK) : -1;
     float weight = tid < own * TOPK ? weight_at(a, first + tid / TOPK, tid % TOPK) : 1.f;
     for (int i = tid; i < EXPERTS + RANKS; i += THREADS) hist[i] = 0;
     if (tid < RANKS) peers[tid] = peer;
+#pragma unroll 1
     for (int p = tid; p < each * TOPK; p += THREADS) {
         if (p != tid) {
             id = p < own * TOPK ? raw_id(a, first + p / TOPK, p % TOPK) : -1;
             weight = p < own * TOPK ? weight_at(a, first + p / TOPK, p % TOPK) : 1.f;
         }
-        ids[p] = checked(a, id, first + p / TOPK, true);
+        ids[p] = checked(a, id, first + p / TOPK);
         weights[p] = weight;
     }
     if (broken) return;
     __syncthreads();
 
-    // what the tokens before this block's take
-    u32 seen[(RANKS + 31) / 32] = {};
-    for (int base = tid - lane; base < before; base += THREADS) {
-        u64 m = 0;
-        if (base + lane < before)
-            for (int j = 0; j < TOPK; j += 8) {
-                if (j || base >= THREADS) {
-#pragma unroll
-                    for (int i = 0; i < 8; i++) some[i] = j + i < TOPK ? raw_id(a, base + lane, j + i) : -1;
-                }
-#pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    int e = checked(a, some[i], 0, false);
-                    if (e < 0) continue;
-                    atomicAdd(hist + e, 1u);
-                    m |= 1ull << owner(e);
-                }
-            }
-#pragma unroll
-        for (int d = 0; d < RANKS; d++) {
-            u32 n = __popc(__ballot_sync(~0u, m >> d & 1));
-            if (lane == (d & 31)) seen[d / 32] += n;
-        }
-    }
-#pragma unroll
-    for (int n = 0; n < (RANKS + 31) / 32; n++)
-        if (n * 32 + lane < RANKS && seen[n]) atomicAdd(rows + n * 32 + lane, seen[n]);
+    count_before(a, before, some, hist, rows);
+#pragma unroll 1
     for (int t = tid; t < each; t += THREADS) {
         u64 m = 0;
         for (int j = 0; j < TOPK; j++) {
@@ -141,12 +72,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_dispatch_send(SendA
         if (first + t < a.tokens) c.turns[first + t] = (u8)__popcll(m);
     }
     __syncthreads();
+#pragma unroll 1
     for (int p = tid; p < own * TOPK; p += THREADS) {
         int e = ids[p];
         u32 n = e >= 0 ? hist[e] : 0;
         for (int q = 0; q < p; q++) n += ids[q] == e;
         place[p] = n;
     }
+#pragma unroll 1
     for (int q = tid; q < own * FAN; q += THREADS) {
         u64 m = mask[q / FAN];
         if (q % FAN >= __popcll(m)) continue;
@@ -184,6 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_dispatch_send(SendA
                 ((Svec *)(peers[to[q]] + slab + (u64)slot[q] * ROW_BYTES + SCALE_AT))[v] = value;
         }
 #endif
+#pragma unroll 1
         for (int w = in; w < META_WORDS * n; w += wide) {
             int i = w / META_WORDS, k = w % META_WORDS, j = k % TOPK, q = t * FAN + i, d = to[q], e = ids[t * TOPK + j];
             u32 value;
@@ -196,20 +130,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_dispatch_send(SendA
         }
     }
 
-    // The last block has no token of its own, and has seen all: it says how many rows each rank gets, and each expert.
-    if (blockIdx.x == gridDim.x - 1) {
-        for (int e = tid; e < EXPERTS; e += THREADS) {
-            int d = owner(e);
-            if (c.alive >> d & 1)
-                ((u32 *)(peers[d] + IN_COUNTS + c.slot * (u64)IN_STRIDE))[c.rank * HELD + e - first_of(d)] = hist[e];
-        }
-        for (int d = tid; d < RANKS; d += THREADS) c.local->totals[d] = rows[d];
-    }
-    if (last_block(&c.local->done[0])) {
-        for (int d = tid; d < RANKS; d += THREADS)
-            if (c.alive >> d & 1)
-                store_release(region(c, d, IN_ROW_FLAGS) + 8 * c.rank,
-                              (u64)epoch << 32 | *(volatile u32 *)&c.local->totals[d]);
-        if (tid == 0) c.local->epoch[c.slot] = epoch;
-    }
+    rows_are_sent(c, epoch, peers, hist);
 }

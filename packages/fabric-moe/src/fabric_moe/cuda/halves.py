@@ -166,8 +166,9 @@ def lay_out(view: GpuView, capacity: int, alignment: int) -> None:
         return 0 if tensor is None else int(tensor.data_ptr())
 
     arguments = Recv(
-        gen.common(step.slot), at(view.tokens), at(view.scales), at(view.counts), at(view.offsets), at(view.table),
-        at(view.local_ids), at(view.weights), at(view.expert_rows), capacity, alignment, KINDS[view.kind], held,
+        gen.common(step.slot), at(view.tokens), at(view.scales), at(view.counts), at(view.offsets),
+        at(view.source_rows), at(view.plan), at(view.local_ids), at(view.weights), at(view.expert_rows), capacity,
+        alignment, KINDS[view.kind], held,
     )  # fmt: skip
     blocks = _grid(gen, view.received.most_rows)
     gen.kernels["moe_dispatch_recv"].launch(
@@ -192,10 +193,12 @@ def combine_send(view: GpuView, y: Any, weighted: bool, dtype: str | None) -> No
     y = rows_of(gen, y, "y", hidden * bits_of(name) // 8, 0, name)
     if len(y) != view.rows:
         raise BadRange(f"y has {len(y)} rows, the view that it belongs to has {view.rows}")
+    once = view.kind in ("compact", "rank-major")  # its caller has summed a row's experts
     arguments = Back(
-        gen.common(step.slot), y.data_ptr(), view.table.data_ptr(), weighted, KINDS[view.kind], view.received.experts, 0
+        gen.common(step.slot), y.data_ptr(), view.plan.data_ptr(), view.source_rows.data_ptr(), weighted and not once, 0
     )
-    kernel.launch(_grid(gen, view.received.most_rows), _THREADS, 4 * view.table.numel(), _stream(gen), arguments)
+    blocks, parts = _grid(gen, view.received.most_rows), gen.layout.sum_parts
+    kernel.launch(min(blocks, parts) if parts > 1 else blocks, _THREADS, 0, _stream(gen), arguments)
     step.keep = (*step.keep, y)
     step.state = RETURNED
 
@@ -208,10 +211,8 @@ def discard(step: GpuStep) -> None:
         GpuReceived(step).rank_major()
     view = step.view
     assert view is not None
-    arguments = Back(
-        gen.common(step.slot), 0, view.table.data_ptr(), 0, KINDS[view.kind], view.received.experts, _DISCARDED
-    )
-    gen.kernels["moe_combine_send_bfloat16"].launch(1, _THREADS, 4 * view.table.numel(), _stream(gen), arguments)
+    arguments = Back(gen.common(step.slot), 0, view.plan.data_ptr(), view.source_rows.data_ptr(), 0, _DISCARDED)
+    gen.kernels["moe_combine_send_bfloat16"].launch(1, _THREADS, 0, _stream(gen), arguments)
     step.state = RETURNED
 
 

@@ -17,6 +17,7 @@ MAX_RANKS = 64  #: a set of ranks is a word of 64 bits
 _MAX_EXPERTS = 8192  #: counters of all experts lie in a block's shared memory
 _MAX_TOPK = 128
 _LINE = 128
+_WORDS = 512  # flags that a block looks at: one for each of its threads
 _LOCAL = 512  # bytes of `struct Local` in common.cuh, with room
 _TYPES = {"bfloat16": 0, "float32": 1, "float16": 2}
 
@@ -57,8 +58,8 @@ class GpuLayout:
         r, t = config.ranks, config.max_tokens
         scale_at = _up(config.token_bytes)
         row, meta = _up(scale_at + config.scale_bytes), _up(4 * (3 * config.topk + 1), 32)  # whole sectors
-        sum_flags = _up(8 * r, _LINE)
-        counts = 2 * sum_flags
+        sum_flags = _up(8 * r * cls._row_parts(config), _LINE)
+        counts = sum_flags + _up(8 * r * cls._sum_parts(config), _LINE)
         in_meta = counts + _up(4 * r * cls._held(config), _LINE)
         rows = in_meta + _up(r * t * meta, _LINE)
         sums = rows + _up(r * t * row, _LINE)
@@ -72,6 +73,31 @@ class GpuLayout:
     @staticmethod
     def _held(config: MoeConfig) -> int:
         return -(-config.experts // config.ranks)
+
+    @staticmethod
+    def _row_parts(config: MoeConfig) -> int:
+        most = _WORDS // config.ranks
+        return config.max_tokens + 1 if config.max_tokens < most else 1
+
+    @staticmethod
+    def _sum_parts(config: MoeConfig) -> int:
+        most, rows = _WORDS // config.ranks, config.ranks * config.max_tokens
+        return min(rows, most) if rows <= 2 * most else 1
+
+    @property
+    def row_parts(self) -> int:
+        """Flags of one source for rows: one of each block of dispatch_send, or 1 that the last block writes for all."""
+        return self._row_parts(self.config)
+
+    @property
+    def sum_parts(self) -> int:
+        """Flags of one source for sums, likewise; combine_send has no more blocks if it is above 1."""
+        return self._sum_parts(self.config)
+
+    @property
+    def plan_words(self) -> int:
+        """Words of 32 bits that dispatch_recv leaves for combine_send about each row."""
+        return 2 * self.config.topk + 2
 
     @property
     def held(self) -> int:
@@ -125,5 +151,6 @@ class GpuLayout:
             "META_BYTES": self.meta_bytes, "SUM_BYTES": c.sum_bytes, "WIRE": _TYPES[c.wire],
             "OUT": _TYPES[c.out_dtype], "IN_ROW_FLAGS": self.in_row_flags, "IN_SUM_FLAGS": self.in_sum_flags,
             "IN_COUNTS": self.in_counts, "IN_META": self.in_meta, "IN_ROWS": self.in_rows, "IN_SUMS": self.in_sums,
-            "IN_STRIDE": self.in_stride, "IN_NOTES": self.in_notes,
+            "IN_STRIDE": self.in_stride, "IN_NOTES": self.in_notes, "ROW_PARTS": self.row_parts,
+            "SUM_PARTS": self.sum_parts,
         }  # fmt: skip

@@ -14,7 +14,7 @@ from fabric_moe.roster import process_id
 
 __all__ = ["VERSION", "Peers", "boot_id"]
 
-VERSION = 2
+VERSION = 3
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _HANDLE = 64
 

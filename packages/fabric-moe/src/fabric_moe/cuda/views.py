@@ -36,7 +36,8 @@ class GpuView:
     scales: Any  #: [*shape, scale bytes] uint8, likewise
     counts: Any  #: [experts] int32: rows of each expert
     offsets: Any  #: [experts + 1] int64: where each expert's rows begin, and the end
-    table: Any  #: for combine_send
+    source_rows: Any  #: [R + 1] int32: where the rows of each source begin, through all that came; the last is all
+    plan: Any  #: for combine_send
     local_ids: Any = None  #: [*shape, k] int32, -1 elsewhere, for views that hold each row once
     weights: Any = None  #: [*shape, k] float32 likewise
     expert_rows: Any = None  #: likewise: flat row numbers, those of expert e from offsets[e] on
@@ -53,11 +54,6 @@ class GpuView:
         for n in self.shape:
             rows *= n
         return rows
-
-    @property
-    def source_rows(self) -> Any:
-        """[R + 1] int32: where the rows of each source begin, counted through all that arrived; the last is all."""
-        return self.table[-(self.received.step.generation.config.ranks + 1) :]
 
     def tensor(self) -> Any:
         """Return the tokens as a tensor of the group's type, [*shape, hidden], over the same memory."""
@@ -141,7 +137,8 @@ class GpuReceived:
         view = GpuView(
             self, kind, shape, tokens, scales,
             fresh(torch.int32, self.experts), fresh(torch.int64, self.experts + 1),
-            fresh(torch.int32, config.ranks * self.experts + config.ranks + 1),
+            fresh(torch.int32, config.ranks + 1),
+            fresh(torch.int32, self.most_rows, step.generation.layout.plan_words),
             fresh(torch.int32, *shape, config.topk) if once else None,
             fresh(torch.float32, *shape, config.topk) if once else None,
             fresh(torch.int64, self.most_rows * config.topk) if once else None,

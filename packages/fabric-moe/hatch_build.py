@@ -30,7 +30,7 @@ def extension() -> Any:
         needs="stdint.h",
         without="built without its C part, for want of a compiler: numpy takes its place",
         # -O3 vectorises the loops; contraction off: see rows.c
-        cflags=[*builder.CFLAGS, "-O3", "-ffp-contract=off", "-Wshadow", "-Wconversion"],
+        cflags=[*builder.CFLAGS, "-D_GNU_SOURCE", "-O3", "-ffp-contract=off", "-Wshadow", "-Wconversion"],
     )
 
 

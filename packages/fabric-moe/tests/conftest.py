@@ -19,7 +19,7 @@ import rank_process  # noqa: E402
 from moe_cases import Case  # noqa: E402
 
 from fabric_core import TransferEngine  # noqa: E402
-from fabric_moe import MoeGroup, Table  # noqa: E402
+from fabric_moe import MoeGroup, Table, kernels  # noqa: E402
 
 DEADLINE = 100.0  # seconds: the longest that anything may take which is meant to work
 
@@ -118,6 +118,16 @@ class Opened:
         for group in self.groups:
             group.close()
         self.groups.clear()
+
+
+@pytest.fixture(params=["C", "numpy"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether the C part is used, or what takes its place where it was not built. Name it before `opened`."""
+    if request.param == "numpy":
+        monkeypatch.setattr(kernels, "NATIVE", None)
+    elif kernels.NATIVE is None:
+        pytest.skip("fabric-moe was built without its C part")
+    return str(request.param)
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def test_a_rank_is_gone_and_the_others_go_on(processes: Any, how: signal.Signals
 
 
 def test_a_slow_rank_is_named_and_taken_back(processes: Any) -> None:
-    case = Case(**{**vars(CASE), "more": {**CASE.more, "timeout": 1.0}})
+    case = Case(**{**vars(CASE), "more": {**CASE.more, "timeout": 3.0}})
     started = start(processes, case)
     started[1].tell("half 0 2")  # and no combine
     for process in (started[0], started[2], started[3]):

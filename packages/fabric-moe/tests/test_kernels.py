@@ -58,9 +58,9 @@ def test_sums_of_any_bits(to: int, weighted: bool) -> None:
     acc = np.empty(hidden, np.float32)
     native = kernels.NATIVE
     kernels.NATIVE.lib.moe_weigh(
-        kernels._at(y, "uint8_t *"), 0, hidden, kernels._at(at, "int64_t *"),
-        kernels._at(weights, "float *") if weighted else native.ffi.NULL, rows, k, kernels._at(acc, "float *"),
-        kernels._at(out, "uint8_t *"), out.strides[0], to,
+        kernels.pointer(y, "uint8_t"), 0, hidden, kernels.pointer(at, "int64_t"),
+        kernels.pointer(weights, "float") if weighted else native.ffi.NULL, rows, k, kernels.pointer(acc, "float"),
+        kernels.pointer(out, "uint8_t"), out.strides[0], to,
     )  # fmt: skip
     with np.errstate(all="ignore"):
         for i in range(rows):

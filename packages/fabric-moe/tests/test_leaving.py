@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from moe_between import between
 from moe_cases import Case, compute, dispatch, finish, run_steps, same, view_of, wanted
 
-from fabric_core import QueueFull, TransferEngine
+from fabric_core import BackendError, TransferEngine
 from fabric_moe import MoeGroup, RankLost, Table
-from fabric_moe.generation import ROWS, SUMS, Write
+from fabric_moe.generation import ROWS, SUMS
 
 CASE = Case(ranks=3, experts=6, topk=3, hidden=16, tokens=[5, 4, 6], more={"timeout": 60.0})
 
@@ -34,24 +35,21 @@ def returned(case: Case, groups: Sequence[MoeGroup]) -> list[Any]:
     return steps
 
 
-def test_who_has_done_its_part_may_leave(alone: list[TransferEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_done_its_part_may_leave(
+    way: str, alone: list[TransferEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 0 leaves, with its engine, while rank 1 still waits for the sums of rank 2: that is no loss."""
     groups = MoeGroup.open_many(alone, CASE.config, range(3), Table())
-    third, one = groups[2].generation, groups[1].generation
-    post, expect, held, tried = third.post, one.expect, [], []
-
-    def later(slot: int, kind: int | None, writes: Sequence[Write]) -> None:
-        held.append((slot, kind, [w for w in writes if w.rank == 1 and kind == SUMS]))
-        post(slot, kind, [w for w in writes if w.rank != 1 or kind != SUMS])
+    one = groups[1].generation
+    expect, tried = one.expect, []
+    third = between(groups[2], lambda kind, ranks: [rank for rank in ranks if rank != 1 or kind != SUMS])
 
     def watched(slot: int, kind: int, count: int, peers: Sequence[str]) -> Any:
         tried.append(len(peers))
         if len(tried) == 2:  # rank 0 is known to be gone: now rank 2 gets to it
-            for work in held:
-                post(*work)
+            third.send_dropped()
         return expect(slot, kind, count, peers)
 
-    monkeypatch.setattr(third, "post", later)
     steps = returned(CASE, groups)
     assert same(finish(CASE, groups[0], steps[0], 0), wanted(CASE, 0, 0))
     groups[0].close()
@@ -141,15 +139,10 @@ def test_who_leaves_in_the_middle_says_so(opened: Any) -> None:
     assert lost.value.ranks == (1,)
 
 
-def test_who_gave_up_and_went_is_not_the_culprit(alone: list[TransferEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_gave_up_and_went_is_not_the_culprit(way: str, alone: list[TransferEngine]) -> None:
     """Rank 2's rows for rank 1 are lost. Rank 1 gives up and is gone, with its engine, when rank 0 comes to wait."""
     groups = MoeGroup.open_many(alone, CASE.config, range(3), Table())
-    post = groups[2].generation.post
-
-    def lossy(slot: int, kind: int | None, writes: Sequence[Write]) -> None:
-        post(slot, kind, [w for w in writes if kind != ROWS or w.rank != 1])
-
-    monkeypatch.setattr(groups[2].generation, "post", lossy)
+    between(groups[2], lambda kind, ranks: [rank for rank in ranks if kind != ROWS or rank != 1])
     steps = [dispatch(CASE, group, 0) for group in groups]
     view = view_of(CASE, groups[0].dispatch_recv(steps[0]))
     groups[0].combine_send(view, compute(CASE, view))
@@ -163,41 +156,46 @@ def test_who_gave_up_and_went_is_not_the_culprit(alone: list[TransferEngine], mo
     assert lost.value.ranks == (2,)
 
 
-def test_an_error_of_the_engine_is_told_to_the_others(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_engine_is_told_to_the_others(way: str, opened: Any) -> None:
     groups = opened(CASE)
-    gen = groups[1].generation
-    post = gen.post
 
-    def full(slot: int, kind: int | None, writes: Sequence[Write]) -> None:
+    def broken(kind: int | None, ranks: list[int]) -> list[int]:
         if kind == ROWS:
-            raise QueueFull("no room")
-        post(slot, kind, writes)
+            raise BackendError("the NIC is broken")
+        return ranks
 
-    monkeypatch.setattr(gen, "post", full)
+    between(groups[1], broken)
     step, _ = dispatch(CASE, groups[0], 0), dispatch(CASE, groups[2], 0)
-    with pytest.raises(QueueFull):
+    with pytest.raises(BackendError):
         dispatch(CASE, groups[1], 0)
     with pytest.raises(RankLost, match="rank 1 gave up step 1 because of rank 1"):
         groups[0].dispatch_recv(step)
 
 
-def test_the_second_phase_is_not_sent_twice(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails half done on the callback thread: the receiving half raises that, and sends nothing again."""
+def test_the_second_phase_is_not_sent_twice(way: str, opened: Any) -> None:
+    """It fails, in C half done, on another thread: the receiving half raises that, and sends nothing again."""
     case = Case(**{**vars(CASE), "more": {"timeout": 60.0, "private_tokens": 1, "private_max": 1}})
     groups = opened(case)
-    gen = groups[0].generation
-    post, sent, failed = gen.post, [], threading.Event()
+    seen: set[int] = set()
+    rest: list[
+        list[int]
+    ] = []  # submits of the second phase; in C one for each immediate, and two ranks share an engine
+    failed = threading.Event()
 
-    def failing(slot: int, kind: int | None, writes: Sequence[Write]) -> None:
-        sent.append(kind)
-        post(slot, kind, writes[:1] if sent.count(ROWS) == 2 else writes)
-        if sent.count(ROWS) == 2:
-            failed.set()
-            raise QueueFull("no room for the rest")
+    def failing(kind: int | None, ranks: list[int]) -> list[int]:
+        if kind == ROWS and seen.issuperset(ranks):
+            rest.append(ranks)
+            if len(rest) == (2 if way == "C" else 1):
+                failed.set()
+                raise BackendError("the NIC is broken")
+        elif kind == ROWS:
+            seen.update(ranks)
+        return ranks
 
-    monkeypatch.setattr(gen, "post", failing)
+    between(groups[0], failing)
     steps = [dispatch(case, group, 0) for group in groups]
     assert failed.wait(60)
-    with pytest.raises(QueueFull, match="for the rest"):
+    before = len(rest)
+    with pytest.raises(BackendError):
         groups[0].dispatch_recv(steps[0])
-    assert sent.count(ROWS) == 2
+    assert len(rest) == before

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric_core import BadRange
-from fabric_moe import MoeConfig
+from fabric_moe import MoeConfig, kernels
 from fabric_moe.reference import owner_of
-from fabric_moe.routing import Places, route
+from fabric_moe.routing import Places, _in_c, _in_numpy, route
+
+UNTIMED = settings(deadline=None)  #: a busy machine stands still now and then
 
 
+@UNTIMED
 @given(st.integers(1, 9), st.integers(1, 40))
 def test_experts_belong_to_the_ranks_that_the_reference_says(ranks: int, experts: int) -> None:
     config = MoeConfig(ranks=ranks, experts=experts, topk=1, hidden=1, max_tokens=1)
@@ -21,6 +24,7 @@ def test_experts_belong_to_the_ranks_that_the_reference_says(ranks: int, experts
     assert all(owner_of(e, experts, ranks) == rank for rank, some in enumerate(held) for e in some)
 
 
+@UNTIMED
 @given(st.data())
 def test_each_token_goes_once_to_each_rank_of_its_experts(data: st.DataObject) -> None:
     ranks, experts = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 20))
@@ -41,6 +45,25 @@ def test_each_token_goes_once_to_each_rank_of_its_experts(data: st.DataObject) -
         assert plan.turn[row] == sum(alive[other] for other in set(owners[i]) if other < d)
 
 
+@pytest.mark.skipif(kernels.NATIVE is None, reason="fabric-moe was built without its C part")
+@UNTIMED
+@given(st.data())
+def test_c_and_numpy_make_the_same_plan(data: st.DataObject) -> None:
+    ranks, experts = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 20))
+    t, k = data.draw(st.integers(0, 12)), data.draw(st.integers(1, 6))
+    dice = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
+    ids = dice.integers(-1, experts, (t, k)).astype(np.int32)
+    alive = np.array(data.draw(st.lists(st.booleans(), min_size=ranks, max_size=ranks)))
+    config = MoeConfig(ranks=ranks, experts=experts, topk=k, hidden=1, max_tokens=12)
+    again = ids.copy()
+    one, other = _in_c(config, ids, alive), _in_numpy(config, again, alive)
+    assert one is not None
+    assert [part.tolist() for part in one[:3]] == [part.tolist() for part in other[:3]]
+    assert one[3] == other[3]
+    assert ids.tolist() == again.tolist()  # those of ranks that are not alive have become -1
+
+
+@UNTIMED
 @given(st.data())
 def test_no_two_rows_have_one_place_and_none_is_lost(data: st.DataObject) -> None:
     """Conservation and permutation: over all turns, the spans of a destination are each row of each source, once."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from moe_between import between
 from moe_cases import Case, compute, dispatch, finish, run_steps, same, view_of, wanted
 
 from fabric_core import FabricError, ProtocolError, TransferEngine
 from fabric_moe import MoeGroup, RankLost, StepError, Table
-from fabric_moe.generation import ROWS, SUMS, Write
+from fabric_moe.generation import ROWS, SUMS
 from fabric_moe.layout import HEAD_TYPE
 
 CASE = Case(ranks=3, experts=7, topk=3, hidden=16, tokens=[7, 4, 5], more={"timeout": 60.0})
@@ -46,18 +47,12 @@ def test_no_time_at_all(opened: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "half"), [(ROWS, "dispatch"), (SUMS, "combine")])
-def test_a_write_that_is_lost_is_missed(opened: Any, kind: int, half: str) -> None:
+def test_a_write_that_is_lost_is_missed(way: str, opened: Any, kind: int, half: str) -> None:
     """Rank 1's write to rank 0 does not happen. Rank 0 names rank 1, and takes what lies there for nothing."""
     case = CASE
     groups = opened(case)
     assert run_steps(case, groups, 2) == 6  # so that both slots hold rows and sums of steps before
-    gen = groups[1].generation
-    post = gen.post
-
-    def lossy(slot: int, which: int | None, writes: Sequence[Write]) -> None:
-        post(slot, which, [w for w in writes if which != kind or w.rank != 0])
-
-    gen.post = lossy
+    between(groups[1], lambda which, ranks: [rank for rank in ranks if which != kind or rank != 0])
     steps = [dispatch(case, group, 2) for group in groups]
     if half == "dispatch":
         with pytest.raises(RankLost) as lost:
@@ -73,31 +68,32 @@ def test_a_write_that_is_lost_is_missed(opened: Any, kind: int, half: str) -> No
     assert run_steps(case, groups, 4) == 12
 
 
-def test_sums_of_another_step_are_refused(opened: Any) -> None:
+def test_sums_of_another_step_are_refused(way: str, opened: Any) -> None:
     groups = opened(CASE)
     gen = groups[1].generation
-    post = gen.post
-
-    def lying(slot: int, which: int | None, writes: Sequence[Write]) -> None:
-        for w in writes if which == SUMS else ():
-            np.ndarray((), HEAD_TYPE, gen.outbound.memory, w.src)["step"] = 99
-        post(slot, which, writes)
-
-    gen.post = lying
+    stands = between(groups[1], lambda which, ranks: [rank for rank in ranks if which != SUMS])
     steps = [dispatch(CASE, group, 0) for group in groups]
     for group, step in zip(groups, steps, strict=True):
         view = view_of(CASE, group.dispatch_recv(step))
         group.combine_send(view, compute(CASE, view))
+    for _, _, write in stands.dropped:
+        np.ndarray((), HEAD_TYPE, gen.outbound.memory, write.src)["step"] = 99
+    stands.send_dropped()
     with pytest.raises(ProtocolError, match="sums of rank 1 are of generation 0, step 99"):
         groups[0].combine_recv(steps[0])
 
 
-def test_what_comes_too_late_is_not_taken_for_new(opened: Any) -> None:
+def test_what_comes_too_late_is_not_taken_for_new(way: str, opened: Any) -> None:
     """Rank 2 writes its rows of the old generation after the others began a new one, with the same number of step."""
     groups = opened(CASE)
-    late = groups[2].generation
-    post, held = late.post, []
-    late.post = lambda slot, kind, writes: held.append((slot, kind, list(writes)))
+    late, held = groups[2].generation, []
+    if late.proxy is None:
+        post = late.post
+        late.post = lambda *write: held.append(partial(post, *write))
+    else:
+        for half in ("send_counts", "send_rows"):
+            call = getattr(late.proxy, half)
+            setattr(late.proxy, half, lambda slot, call=call: held.append(partial(call, slot)))
     steps = [dispatch(CASE, group, 0) for group in groups]
     for group, step in zip(groups[:2], steps[:2], strict=True):
         with pytest.raises(RankLost):
@@ -110,7 +106,7 @@ def test_what_comes_too_late_is_not_taken_for_new(opened: Any) -> None:
     assert held
     for write in held:  # memory and immediates of the old generation: refused, or for nobody
         with contextlib.suppress(FabricError):
-            post(*write)
+            write()
     for group, step in zip(groups[:2], under_way, strict=True):
         view = view_of(CASE, group.dispatch_recv(step))
         group.combine_send(view, compute(CASE, view))

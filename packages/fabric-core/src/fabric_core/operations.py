@@ -43,6 +43,11 @@ class Operation:
         self._handle = handle
         self._callbacks: list[Callable[[Any], object]] | None = None
 
+    @property
+    def native_handle(self) -> int:
+        """Its number in C, for native callers (`native_api`). Hold this object for as long as it is used."""
+        return self._handle
+
     # ---- looking
 
     @property

@@ -54,6 +54,10 @@ class Submits(EngineBase):
             ) from None
         return found if found is not None else self._remote(desc, handle.group)
 
+    def native_target(self, handle: MrHandle, desc: MrDesc) -> int:
+        """Number in C of a target, for native callers that write to it from `handle`. Hold `desc` while it is used."""
+        return self._target(handle, desc).handle
+
     def submit_single_write(
         self,
         length: int,

@@ -163,6 +163,11 @@ class MrHandle:
         """Whether it was deregistered."""
         return self._handle == 0
 
+    @property
+    def native_handle(self) -> int:
+        """Its number in C, for native callers (`native_api`); 0 once closed."""
+        return self._handle
+
     def close(self, timeout: float | None = None) -> None:
         """Deregister; see `TransferEngine.dereg_mr`. Idempotent."""
         if self._handle:

@@ -13,17 +13,20 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fabric_core import BadRange, ProtocolError
+from fabric_core import BadRange
 from fabric_moe import faults, kernels
-from fabric_moe.dtypes import FLOATS, as_rows, bits_of, is_torch, to_torch, type_name
+from fabric_moe.dtypes import FLOATS, Bytes, as_rows, bits_of, is_torch, to_torch, type_name
 from fabric_moe.errors import StepError
 from fabric_moe.generation import SUMS, Generation, Write
 from fabric_moe.layout import HEAD, HEAD_TYPE, MAGIC
 from fabric_moe.step import DONE, RECEIVED, RETURNED, Step
+from fabric_moe.trouble import other_sums
 
 if TYPE_CHECKING:
     from fabric_moe.group import MoeGroup
+    from fabric_moe.proxy import Proxy
     from fabric_moe.views import View
 
 __all__ = ["DISCARDED", "receive", "result_type", "send"]
@@ -55,7 +58,10 @@ def send(group: MoeGroup, view: View, y: Any, weighted: bool, dtype: str | None)
     made = as_rows(y, config.hidden * bits_of(name) // 8, "y", name)
     if len(made) != view.rows:
         raise BadRange(f"y has {len(made)} rows, the view that it belongs to has {view.rows}")
-    _send_blocks(group, step, lambda lo, hi, out: kernels.weigh(view, made, name, config, lo, hi, weighted, out), 0)
+    if gen.proxy is not None and len(step.received) <= config.stage_rows and kernels.in_c(made, name, config):
+        _send_by_c(gen.proxy, step, made, name, *kernels.dense(*kernels.terms(view, weighted)))
+    else:
+        _send_blocks(group, step, lambda lo, hi, out: kernels.weigh(view, made, name, config, lo, hi, weighted, out), 0)
     step.state = RETURNED
 
 
@@ -76,6 +82,18 @@ def discard(group: MoeGroup, step: Step) -> None:
     step.must_be(RECEIVED, "discard")
     _send_blocks(group, step, lambda _lo, _hi, out: out.fill(0), DISCARDED)
     step.state = RETURNED
+
+
+def _send_by_c(
+    proxy: Proxy, step: Step, y: Bytes, name: str, at: NDArray[np.int64], weights: NDArray[Any] | None
+) -> None:
+    """The same as `_send_blocks`, where all fits at once and C knows the types."""
+    assert step.places is not None
+    starts = step.received.starts
+    before = step.places.counts[:, : step.generation.rank].sum(axis=1)
+    sums = proxy.sums(starts, before, 0)
+    proxy.weigh(step.slot, sums, y, name, at, weights)
+    proxy.send_sums(step.slot, sums)
 
 
 def _send_blocks(group: MoeGroup, step: Step, rows_of: Any, flags: int) -> None:
@@ -111,22 +129,35 @@ def receive(group: MoeGroup, step: Step, out: Any, accumulate: bool, timeout: fl
         raise BadRange("accumulate=True needs out=: the rows to add to")
     deadline = time.monotonic() + timeout
     counts = step.route.counts
-    heads = {d: gen.inbound.head_at(gen.layout.sums_at(slot, d, int(step.route.starts[d]))) for d in gen.members}
     faults.wait(
-        group, lambda peers: gen.expect(slot, SUMS, len(heads), peers), step, "sums", deadline,
-        lambda: [d for d in gen.members if int(heads[d]["step"]) != step.number],
+        group, lambda peers: gen.expect(slot, SUMS, len(gen.members), peers), step, "sums", deadline,
+        lambda: [d for d in gen.members if int(_head(gen, step, d)["step"]) != step.number],
     )  # fmt: skip
-    for d, head in heads.items():
-        found = (int(head["magic"]), int(head["generation"]), int(head["step"]), int(head["rank"]))
-        if found != (MAGIC, gen.number, step.number, d):
-            raise ProtocolError(f"sums of rank {d} are of generation {found[1]}, step {found[2]}, not {step.number}")
-    gone = [d for d, head in heads.items() if int(head["flags"]) & DISCARDED and counts[d]]
+    flags = _flags(gen, step) if gen.proxy is None else gen.proxy.check_sums(slot)
+    gone = [int(d) for d in np.flatnonzero(flags & DISCARDED) if counts[d]]
     step.state = DONE
     step.received = None  # what was received may be large, and is over
     if gone:
         raise StepError(f"ranks {gone} discarded step {step.number}: there is no sum")
     kernels.reduce(rows, gen, step, accumulate)
     return target
+
+
+def _head(gen: Generation, step: Step, d: int) -> Any:
+    """The head in front of the sums of rank `d`."""
+    return gen.inbound.head_at(gen.layout.sums_at(step.slot, d, int(step.route.starts[d])))
+
+
+def _flags(gen: Generation, step: Step) -> NDArray[np.uint8]:
+    """Return [R] the flags of the heads. Raises ProtocolError if one is not of this step."""
+    flags = np.zeros(gen.config.ranks, np.uint8)
+    for d in gen.members:
+        head = _head(gen, step, d)
+        found = (int(head["magic"]), int(head["generation"]), int(head["step"]), int(head["rank"]))
+        if found != (MAGIC, gen.number, step.number, d):
+            raise other_sums(d, found[1:3], step.number)
+        flags[d] = int(head["flags"])
+    return flags
 
 
 def _target(group: MoeGroup, step: Step, out: Any) -> tuple[Any, Any]:

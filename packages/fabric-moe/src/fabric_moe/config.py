@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,27 @@ def machine_memory() -> int:
 
 def _up(n: int, to: int) -> int:
     return -(-n // to) * to
+
+
+@lru_cache(maxsize=64)  # every step asks for these
+def _row_type(token: int, scale: int, topk: int, kind: str) -> np.dtype[np.void]:
+    names = ["token", "scales", "weights", "ids", "stamp"]
+    formats = [(np.uint8, (token,)), (np.uint8, (scale,)), (kind, (topk,)), (np.int32, (topk,)), np.uint32]
+    wide = np.dtype(kind).itemsize
+    scales = _up(token, 4)
+    weights = _up(scales + scale, wide)
+    ids = weights + topk * wide
+    stamp = ids + topk * 4
+    offsets = [0, scales, weights, ids, stamp]
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": _up(stamp + 4, _ALIGN)})
+
+
+@lru_cache(maxsize=64)
+def _expert_bounds(experts: int, ranks: int) -> NDArray[np.int64]:
+    each, more = divmod(experts, ranks)
+    sizes = np.full(ranks, each, np.int64)
+    sizes[:more] += 1
+    return np.concatenate([[0], np.cumsum(sizes)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +122,7 @@ class MoeConfig:
     @property
     def row_type(self) -> np.dtype[np.void]:
         """A row as it travels: token, scales, the ids of all its experts, their weights, the step's number."""
-        names = ["token", "scales", "weights", "ids", "stamp"]
-        formats = [
-            (np.uint8, (self.token_bytes,)),
-            (np.uint8, (self.scale_bytes,)),
-            (self.weight_type, (self.topk,)),
-            (np.int32, (self.topk,)),
-            np.uint32,
-        ]
-        wide = np.dtype(self.weight_type).itemsize
-        scales = _up(self.token_bytes, 4)
-        weights = _up(scales + self.scale_bytes, wide)
-        ids = weights + self.topk * wide
-        stamp = ids + self.topk * 4
-        offsets = [0, scales, weights, ids, stamp]
-        return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": _up(stamp + 4, _ALIGN)})
+        return _row_type(self.token_bytes, self.scale_bytes, self.topk, np.dtype(self.weight_type).str)
 
     @property
     def row_bytes(self) -> int:
@@ -131,10 +139,7 @@ class MoeConfig:
     @property
     def expert_bounds(self) -> NDArray[np.int64]:
         """Rank r holds the experts from bounds[r] up to bounds[r + 1]; the first `experts % ranks` hold one more."""
-        each, more = divmod(self.experts, self.ranks)
-        sizes = np.full(self.ranks, each, np.int64)
-        sizes[:more] += 1
-        return np.concatenate([[0], np.cumsum(sizes)])
+        return _expert_bounds(self.experts, self.ranks).copy()
 
     def experts_of(self, rank: int) -> range:
         """Return the numbers of the experts that a rank holds."""

@@ -1,26 +1,27 @@
 """Dispatch: tokens go to the ranks of their experts, each once for each rank.
 
 send half      counts of all destinations to all ranks; the private rows; returns
-in between     once the counts of all ranks are here, the rest goes straight to its place: on the engine's callback
-               thread, or in the receiving half, whoever is first
+in between     once the counts of all ranks are here, the rest goes straight to its place: by the proxy's thread, or in
+               the receiving half, whoever is first
 receive half   waits for the rows, and is the only half that waits for another rank
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fabric_core import BadRange, Expectation, ProtocolError
-from fabric_moe import faults, kernels
+from fabric_core import BadRange, Expectation
+from fabric_moe import faults, kernels, second_phase
+from fabric_moe.dtypes import Bytes
 from fabric_moe.generation import COUNTS, CREDIT, ROWS, Generation, Write
 from fabric_moe.layout import HEAD, MAGIC
 from fabric_moe.received import Received
 from fabric_moe.routing import Places, Span, route
+from fabric_moe.second_phase import row_write
 from fabric_moe.step import RECEIVED, SENT, Step
 
 if TYPE_CHECKING:
@@ -43,9 +44,22 @@ def send(group: MoeGroup, x: Any, ids: Any, weights: Any, scales: Any, live: int
     group.steps[slot] = step
     group.next_step += 1
 
-    out, window = gen.outbound, group.window.rows
+    if gen.proxy is None:
+        _send_by_python(group, step, tokens, extra)
+    else:
+        gen.proxy.begin(slot, number, group.window.rows, plan.starts)
+        step.counts = _expect_counts(group, step, gen.peers)
+        gen.proxy.send_counts(slot)
+        kernels.pack(gen.outbound.rows[slot], tokens, extra, plan, number & 0xFFFFFFFF)
+        gen.proxy.send_rows(slot)
+    return step
+
+
+def _send_by_python(group: MoeGroup, step: Step, tokens: Bytes, extra: Bytes | None) -> None:
+    gen, slot, plan, window = step.generation, step.slot, step.route, group.window.rows
+    out = gen.outbound
     head = out.heads[slot]
-    head["magic"], head["generation"], head["step"] = MAGIC, gen.number, number
+    head["magic"], head["generation"], head["step"] = MAGIC, gen.number, step.number
     head["rank"], head["private"] = gen.rank, window
     out.counts[slot] = plan.counts
     base = slot * gen.layout.out_stride
@@ -53,38 +67,23 @@ def send(group: MoeGroup, x: Any, ids: Any, weights: Any, scales: Any, live: int
     with step.lock:  # the counts may be complete, and the second phase begin, before the rows are packed
         step.counts = _expect_counts(group, step, gen.peers)
         gen.post(slot, COUNTS, [Write(rank, gen.layout.counts_stride, base, at) for rank in gen.members])
-        kernels.pack(out.rows[slot], tokens, extra, plan, number & 0xFFFFFFFF)
+        kernels.pack(out.rows[slot], tokens, extra, plan, step.number & 0xFFFFFFFF)
         private = np.minimum(plan.counts, window)
-        slot_of_us = gen.rank * config.private_max
+        slot_of_us = gen.rank * gen.config.private_max
         gen.post(
             slot,
             ROWS,
-            [_row_write(step, d, Span(gen.rank, 0, int(private[d]), slot_of_us)) for d in gen.members if private[d]],
+            [row_write(step, d, Span(gen.rank, 0, int(private[d]), slot_of_us)) for d in gen.members if private[d]],
         )
-    return step
 
 
 def _expect_counts(group: MoeGroup, step: Step, peers: Sequence[str]) -> Expectation:
     gen = step.generation
-    return gen.engine.expect_imm_count(
-        gen.imms[step.slot][COUNTS], len(gen.members), lambda e: _proxy(group, step, e), timeout=math.inf, peers=peers
-    )
-
-
-def _row_write(step: Step, d: int, span: Span) -> Write:
-    gen = step.generation
-    layout, size = gen.layout, gen.config.row_bytes
-    src = step.slot * layout.out_stride + layout.out_rows + (int(step.route.starts[d]) + span.first) * size
-    return Write(d, span.rows * size, src, layout.row_at(step.slot, span.slot))
-
-
-def _proxy(group: MoeGroup, step: Step, counts: Expectation) -> None:
-    """The counts are here (or will not come, which the receiving half hears itself): send the rest."""
-    try:
-        if counts.state == "done":
-            send_rest(group, step)
-    except Exception as error:  # the receiving half raises it
-        step.error = error
+    if gen.proxy is None:
+        return second_phase.expect_counts(group, step, peers)
+    step.counts = gen.expect(step.slot, COUNTS, len(gen.members), peers)  # held by the step: C looks at it
+    gen.proxy.arm(step.slot, step.counts)
+    return step.counts
 
 
 def send_rest(group: MoeGroup, step: Step) -> Places:
@@ -95,90 +94,21 @@ def send_rest(group: MoeGroup, step: Step) -> Places:
         if step.places is not None:
             return step.places
         try:
-            return _send_rest(group, step)
+            gen = step.generation
+            if gen.proxy is None:
+                places = second_phase.place(group, step)
+            else:
+                gen.proxy.rest(step.slot)
+                places = Places(*gen.proxy.read(step.slot), gen.config.private_max, gen.config.shared)
+                step.places = places
+            group.window.saw(int(step.route.counts.max(initial=0)))
+            return places
         except Exception as error:
             step.error = error
             raise
 
 
-def _send_rest(group: MoeGroup, step: Step) -> Places:
-    gen, slot = step.generation, step.slot
-    _check_heads(step)
-    counts = gen.inbound.counts[slot].astype(np.int64)
-    private = gen.inbound.heads[slot]["private"].astype(np.int64)
-    counts[~gen.alive] = 0
-    places = Places(counts, private, gen.config.private_max, gen.config.shared)
-    late = [(d, span) for d in gen.members if (span := places.late(gen.rank, d, 0))]
-    gen.post(slot, ROWS, [_row_write(step, d, span) for d, span in late])
-    for d in gen.members:
-        if (turn := _next_turn(places, gen.rank, d, 0)) is not None:
-            step.turn[d] = turn
-    step.places = places
-    group.window.saw(int(step.route.counts.max(initial=0)))
-    _expect_credit(group, step)
-    return places
-
-
-def _check_heads(step: Step) -> None:
-    """Raise ProtocolError for counts that are of another step, or that no rank of this shape can have (C12)."""
-    gen, config = step.generation, step.generation.config
-    for rank in gen.members:
-        head = gen.inbound.heads[step.slot][rank]
-        found = (int(head["magic"]), int(head["generation"]), int(head["step"]), int(head["rank"]))
-        if found != (MAGIC, gen.number, step.number, rank):
-            raise ProtocolError(
-                f"counts of rank {rank} are of generation {found[1]}, step {found[2]}; this rank is at generation "
-                f"{gen.number}, step {step.number}: do all ranks make the same calls in the same order?"
-            )
-        private, most = int(head["private"]), int(gen.inbound.counts[step.slot][rank].max())
-        if private > config.private_max or most > config.max_tokens:
-            raise ProtocolError(
-                f"rank {rank} says that it sends {private} private rows and up to {most} in all; at most "
-                f"{config.private_max} and {config.max_tokens} are agreed"
-            )
-
-
-# ---- more rows than the shared memory of a destination holds: they go in turns ---------------------------------------
-
-
-def _next_turn(places: Places, s: int, d: int, after: int) -> int | None:
-    return next((turn for turn in range(after + 1, places.turns(d)) if places.late(s, d, turn)), None)
-
-
-def _expect_credit(group: MoeGroup, step: Step) -> None:
-    gen = step.generation
-    if step.turn:
-        step.credit = gen.engine.expect_imm_count(
-            gen.imms[step.slot][CREDIT], 1, lambda _: _credited(group, step), timeout=math.inf, peers=gen.peers
-        )
-
-
-def _credited(group: MoeGroup, step: Step) -> None:
-    """Destinations have emptied their shared memory: send them what comes next."""
-    try:
-        with step.lock:
-            gen, places = step.generation, step.places
-            assert places is not None
-            assert step.credit is not None
-            if step.credit.state != "done" or group.generation is not gen:
-                return
-            writes = []
-            for d, turn in list(step.turn.items()):
-                credit = gen.inbound.credits[step.slot][d]
-                if int(credit["step"]) != step.number or int(credit["turn"]) != turn:
-                    continue
-                span = places.late(gen.rank, d, turn)
-                assert span is not None
-                writes.append(_row_write(step, d, span))
-                after = _next_turn(places, gen.rank, d, turn)
-                if after is None:
-                    del step.turn[d]
-                else:
-                    step.turn[d] = after
-            gen.post(step.slot, ROWS, writes)
-            _expect_credit(group, step)
-    except Exception as error:  # the receiving half raises it
-        step.error = error
+# ---- more rows than this rank's shared memory holds: they come in turns ----------------------------------------------
 
 
 def _credit(step: Step, turn: int) -> None:
@@ -203,6 +133,8 @@ def receive(group: MoeGroup, step: Step, timeout: float) -> Received:
     gen, slot = step.generation, step.slot
     heads = gen.inbound.heads[slot]
     assert step.counts is not None
+    if gen.proxy is not None:
+        gen.proxy.attend(slot)
     faults.wait(
         group, lambda peers: _expect_counts(group, step, peers), step, "counts", deadline,
         lambda: [s for s in gen.members if int(heads[s]["step"]) != step.number], step.counts,
@@ -216,12 +148,12 @@ def receive(group: MoeGroup, step: Step, timeout: float) -> Received:
     for turn in range(turns):
         if turn:
             _credit(step, turn)
-        spans = list(places.arriving(me, turn))
+        writes = places.writes(me) if turns == 1 else len(list(places.arriving(me, turn)))
         faults.wait(
-            group, lambda peers: gen.expect(slot, ROWS, len(spans), peers), step, "tokens", deadline,  # noqa: B023
-            lambda: _late_sources(gen, step, spans),  # noqa: B023
+            group, lambda peers: gen.expect(slot, ROWS, writes, peers), step, "tokens", deadline,  # noqa: B023
+            lambda: _late_sources(gen, step, list(places.arriving(me, turn))),  # noqa: B023
         )  # fmt: skip
-        for span in spans if drained is not None else ():
+        for span in places.arriving(me, turn) if drained is not None else ():
             to = int(starts[span.source]) + span.first
             drained[to : to + span.rows] = rows[span.slot : span.slot + span.rows]  # type: ignore[index]
     where = None if drained is not None else places.slots(me)

@@ -99,8 +99,8 @@ def wait(
         except WaitTimeout:
             if (note := group.notes.read(missing)) is not None:
                 raise _noted(group, *note) from None
-            if step.error is not None:
-                raise step.error from None
+            if (failed := step.failed()) is not None:
+                raise failed from None
             if left <= 0:
                 raise _lost(group, step.number, name, None, missing() or sorted(left_us)) from None
         except TransferError as error:

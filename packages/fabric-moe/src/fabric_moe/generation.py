@@ -10,7 +10,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -20,15 +20,20 @@ from fabric_core import (
     FabricError,
     MrDesc,
     MrHandle,
+    NetAddr,
     ProtocolError,
     QueueFull,
     ScatterDst,
     Transfer,
     TransferEngine,
 )
+from fabric_moe import kernels
 from fabric_moe.config import MoeConfig, machine_memory
 from fabric_moe.layout import Inbound, Layout, Outbound
 from fabric_moe.meet import Card
+
+if TYPE_CHECKING:
+    from fabric_moe.proxy import Proxy
 
 __all__ = ["COUNTS", "CREDIT", "ROWS", "SUMS", "Generation", "Write"]
 
@@ -62,10 +67,12 @@ class Generation:
         self.layout = Layout.of(config)
         self.imms: list[list[int]] = []
         self.transfers: list[list[Transfer]] = [[] for _ in range(config.depth)]
+        self.proxy: Proxy | None = None  #: what sends in C; None before the meeting, or where that was not built
         self._handles: list[MrHandle] = []
         self._descs: dict[int, MrDesc] = {}
         self._imms: dict[int, tuple[tuple[int, ...], ...]] = {}
         self.addresses: dict[int, str] = {}
+        self._addrs: dict[str, NetAddr] = {}  # by their text, which need not be read in every step
         try:
             self._take()
         except FabricError:
@@ -114,7 +121,21 @@ class Generation:
             self._descs[rank] = card.desc
             self._imms[rank] = card.imms
             self.addresses[rank] = str(card.address)
+            self._addrs[self.addresses[rank]] = card.address
         self.peers = tuple(dict.fromkeys(self.addresses.values()))
+        if kernels.NATIVE is not None:
+            from fabric_moe.proxy import Proxy
+
+            self.proxy = Proxy(self)
+
+    @property
+    def source(self) -> MrHandle:
+        """The registration of the outbound memory."""
+        return self._handles[0]
+
+    def target(self, rank: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
+        """Return the number in C of a rank's inbound memory, and its immediates by slot and kind."""
+        return self.engine.native_target(self.source, self._descs[rank]), self._imms[rank]
 
     def ranks_at(self, peer: str | None) -> tuple[int, ...]:
         """Return the ranks that live at an address."""
@@ -122,7 +143,8 @@ class Generation:
 
     def expect(self, slot: int, kind: int, count: int, peers: Sequence[str]) -> Expectation:
         """Begin to wait for so many writes of a kind; it fails at once when one of these peers is lost."""
-        return self.engine.expect_imm_count(self.imms[slot][kind], count, timeout=math.inf, peers=peers)
+        where = [self._addrs[peer] for peer in peers]
+        return self.engine.expect_imm_count(self.imms[slot][kind], count, timeout=math.inf, peers=where)
 
     # ---- writing
 
@@ -138,29 +160,38 @@ class Generation:
             groups.setdefault(imm, []).append(ScatterDst(self._descs[w.rank], w.length, w.src, w.dst))
         for imm, targets in groups.items():
             self.transfers[slot].append(
-                self.engine.submit_scatter(None, None, imm, self._handles[0], targets, timeout=2 * self.config.timeout)
+                self.engine.submit_scatter(None, None, imm, self.source, targets, timeout=2 * self.config.timeout)
             )
 
     def settle(self, slot: int, timeout: float) -> None:
         """Wait until nothing of the slot's outbound memory is being read. Raises what went wrong with a transfer."""
-        transfers = self.transfers[slot]
+        transfers = self._under_way(slot)
         while transfers:  # what is not over stays on the list, to be cancelled by close()
             if not transfers[0].done:
                 transfers[0].wait(timeout)
             if error := transfers.pop(0).exception():
                 raise error
 
+    def _under_way(self, slot: int) -> list[Transfer]:
+        """Return the slot's list of transfers, with those that the proxy has submitted."""
+        if self.proxy is not None:
+            self.transfers[slot] += self.proxy.take(slot)
+        return self.transfers[slot]
+
     def finish(self, seconds: float) -> None:
         """Wait for the end of all writes, at most so long: what others are still owed leaves. Raises nothing."""
         deadline = time.monotonic() + seconds
-        for transfers in self.transfers:
-            for transfer in transfers:
+        for slot in range(self.config.depth):
+            for transfer in self._under_way(slot):
                 with contextlib.suppress(FabricError):  # whoever waited for it hears of it in other ways
                     transfer.wait(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         """Cancel what is under way; give memory and immediates back, as far as the engine takes them. Idempotent."""
-        for transfers in self.transfers:
+        if self.proxy is not None:
+            self.proxy.stop()
+        for slot in range(self.config.depth):
+            transfers = self._under_way(slot)
             for transfer in transfers:
                 with contextlib.suppress(FabricError):
                     transfer.cancel()
@@ -170,6 +201,9 @@ class Generation:
                 with contextlib.suppress(FabricError):
                     self.engine.free_imm(imm)
         self.imms = []
+        if self.proxy is not None:
+            self.proxy.free()
+            self.proxy = None
         for handle in self._handles:
             # A NIC that still reads it keeps it registered, and the engine keeps its memory: nothing is pulled away.
             with contextlib.suppress(FabricError, QueueFull):

@@ -91,6 +91,35 @@ def route(config: MoeConfig, ids: Any, weights: Any, live: int | None, alive: ND
             raise BadRange(f"topk_weights is {heavy.dtype} of shape {heavy.shape}: numbers of shape {given.shape}")
         scales[:, : given.shape[1]] = heavy[:tokens]
 
+    plan = _in_c(config, wanted, alive)
+    starts, token, turn, unreachable = _in_numpy(config, wanted, alive) if plan is None else plan
+    return Route(tokens, token, np.diff(starts), starts, turn, wanted, scales, unreachable)
+
+
+_Plan = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]
+
+
+def _in_c(config: MoeConfig, wanted: NDArray[np.int32], alive: NDArray[np.bool_]) -> _Plan | None:
+    """The same as `_in_numpy`; None where the C part was not built."""
+    from fabric_moe import kernels  # which needs the types of this module
+
+    if kernels.NATIVE is None:
+        return None
+    tokens, k = wanted.shape
+    ranks, at = config.ranks, kernels.pointer
+    starts = np.empty(ranks + 1, np.int64)
+    token, turn = np.empty((2, tokens * min(k, ranks)), np.int64)
+    unreachable: int = kernels.NATIVE.lib.moe_route(
+        at(wanted, "int32_t"), tokens, k, config.experts, ranks, at(alive, "uint8_t"),
+        at(starts, "int64_t"), at(token, "int64_t"), at(turn, "int64_t"),
+    )  # fmt: skip
+    rows = int(starts[-1])
+    return starts, token[:rows], turn[:rows], unreachable
+
+
+def _in_numpy(config: MoeConfig, wanted: NDArray[np.int32], alive: NDArray[np.bool_]) -> _Plan:
+    """Return starts, token and turn of a Route, and how many ids were set to -1 since their rank is not alive."""
+    tokens = len(wanted)
     owner = np.searchsorted(config.expert_bounds, wanted, side="right") - 1  # -1 stays -1: bounds begin with 0
     away = (wanted >= 0) & ~alive[owner]
     unreachable = int(away.sum())
@@ -104,7 +133,7 @@ def route(config: MoeConfig, ids: Any, weights: Any, live: int | None, alive: ND
     counts = np.bincount(rank, minlength=config.ranks)
     starts = np.concatenate([[0], np.cumsum(counts)])
     turn = (np.cumsum(hit, axis=1) - 1)[token, rank]
-    return Route(tokens, token, counts, starts, turn, wanted, scales, unreachable)
+    return starts, token, turn, unreachable
 
 
 class Span(NamedTuple):
@@ -160,11 +189,16 @@ class Places:
             if span := self.late(s, d, turn):
                 yield span
 
+    def writes(self, d: int) -> int:
+        """Return how many writes carry the rows that arrive at d, if all arrive in one turn."""
+        early = np.minimum(self.counts[:, d], self.private) > 0
+        return int(early.sum()) + int((self._above[:, d] > 0).sum())
+
     def slots(self, d: int) -> NDArray[np.int64]:
         """Return where each row for d lies, by source and number, if all arrive in one turn."""
-        parts = [np.empty(0, np.int64)]
-        for s in range(len(self.private)):
-            for span in (self.early(s, d), self.late(s, d, 0)):
-                if span:
-                    parts.append(np.arange(span.slot, span.slot + span.rows))
-        return np.concatenate(parts)
+        counts = self.counts[:, d]
+        source = np.repeat(np.arange(len(counts)), counts)
+        number = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
+        private = self.private[source]
+        late = len(counts) * self._private_max + self._begin[source, d] + number - private
+        return np.where(number < private, source * self._private_max + number, late)

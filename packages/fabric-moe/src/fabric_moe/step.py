@@ -28,8 +28,8 @@ class Step:
         self.route = route
         self.torch = torch  #: whether the tokens were a torch tensor, so that the result is one too
         self.state = SENT
-        self.lock = threading.Lock()  #: of what the callback thread and the receiving thread may both do
-        self.error: Exception | None = None  #: what went wrong on the callback thread
+        self.lock = threading.Lock()  #: of what the receiving thread and, without C, the callback thread may both do
+        self.error: Exception | None = None  #: what went wrong in the second phase
         self.counts: Expectation | None = None
         self.places: Places | None = None  #: known when the counts of all ranks are here
         self.credit: Expectation | None = None
@@ -40,6 +40,11 @@ class Step:
     def unreachable(self) -> int:
         """How many of the given expert ids were left out because the ranks of those experts are masked."""
         return self.route.unreachable
+
+    def failed(self) -> Exception | None:
+        """Return what went wrong with it on another thread."""
+        proxy = self.generation.proxy
+        return self.error or (None if proxy is None else proxy.failed(self.slot))
 
     def must_be(self, state: str, call: str) -> None:
         """Raise StepError if the step is not in the state that a call needs."""

@@ -139,6 +139,8 @@ typedef struct fab_waiter {
     uint32_t npeers;
     uint32_t *peers;
     uint64_t flag; /* [slot's lock] bumped at the end */
+    fab_bell_fn bell; /* [slot's lock] called at the end */
+    void *bell_arg;
     struct fab_engine *engine;
 } fab_waiter;
 

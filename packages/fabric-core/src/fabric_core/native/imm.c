@@ -67,6 +67,8 @@ static uint64_t arrived(const fab_imm_slot *slot) {
  * slot's queue (C1). */
 static void end(fab_engine *e, fab_waiter *x, uint32_t phase, int32_t err, uint32_t peer) {
     uint64_t flag = x->flag;
+    fab_bell_fn bell = x->bell;
+    void *bell_arg = x->bell_arg;
     x->err = err;
     x->err_peer = peer;
     /* release: err is visible to whoever sees the phase; acquire: with the flags that a waiter set */
@@ -77,6 +79,7 @@ static void end(fab_engine *e, fab_waiter *x, uint32_t phase, int32_t err, uint3
     do x->ended = head;
     while (!atomic_compare_exchange_weak_explicit(&e->ended, &head, x, memory_order_release, memory_order_relaxed));
     if (flag) fab_flag_bump(flag, phase == FAB_DONE);
+    if (bell) bell(bell_arg);
 }
 
 /* Called with the slot's lock: everything that the count has reached. */
@@ -327,6 +330,22 @@ int fab_expect_flag(fab_engine *e, uint64_t handle, uint64_t flag) {
     fab_spin_unlock(&slot->lock);
     if (!waits)
         fab_flag_bump(flag, (atomic_load_explicit(&x->state, memory_order_acquire) & FAB_PHASE_MASK) == FAB_DONE);
+    return 0;
+}
+
+/* Has fn(arg) called when it ends, at once if it has. One for each expectation. */
+int fab_expect_bell(fab_engine *e, uint64_t handle, fab_bell_fn fn, void *arg) {
+    fab_waiter *x = fab_expect_get(e, handle);
+    if (!x) return -EBADF;
+    fab_imm_slot *slot = &e->imms.slots[FAB_IMM_SLOT(x->imm)];
+    fab_spin_lock(&slot->lock); /* as above; and whoever frees the immediate knows that no call comes after it */
+    if (fab_linked(&x->queue)) {
+        x->bell = fn;
+        x->bell_arg = arg;
+    } else {
+        fn(arg);
+    }
+    fab_spin_unlock(&slot->lock);
     return 0;
 }
 

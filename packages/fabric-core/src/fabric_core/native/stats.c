@@ -74,6 +74,7 @@ static const fab_native_table table = {
     .imm_free = fab_imm_free,
     .watch_close = fab_watch_close,
     .contact_api = contact_api,
+    .expect_bell = fab_expect_bell,
 };
 
 const fab_native_table *fab_native_api(void) { return &table; }

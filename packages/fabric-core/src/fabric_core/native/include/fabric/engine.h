@@ -132,6 +132,10 @@ int fab_expect_outcome(fab_engine *e, uint64_t handle, fab_outcome *out);
 int fab_expect_notify(fab_engine *e, uint64_t handle);
 int fab_expect_cancel(fab_engine *e, uint64_t handle);
 int fab_expect_flag(fab_engine *e, uint64_t handle, uint64_t flag);
+/* Has fn(arg) called once when it ends, by whatever thread ends it, under a lock: fn may set a word or wake a thread, and calls
+ * nothing of the engine. None comes after fab_imm_free of its immediate. */
+typedef void (*fab_bell_fn)(void *arg);
+int fab_expect_bell(fab_engine *e, uint64_t handle, fab_bell_fn fn, void *arg);
 int fab_expect_release(fab_engine *e, uint64_t handle);
 
 /* ---- messages ---------------------------------------------------------------------------------------- */
@@ -253,6 +257,7 @@ typedef struct fab_native_table {
     int64_t (*imm_free)(fab_engine *, uint32_t);
     int (*watch_close)(fab_engine *, uint64_t);
     const void *(*contact_api)(void); /* a const fab_contact_api: first contact for backends, see fabric/contact.h */
+    int (*expect_bell)(fab_engine *, uint64_t, fab_bell_fn, void *);
 } fab_native_table; /* version 1: fields are only appended; the structs above belong to the version */
 const fab_native_table *fab_native_api(void);
 /* cdef-end */

@@ -7,7 +7,8 @@ Ours is `packages/fabric-ibverbs/tests/c/bench_verbs.c`: the whole engine and th
 in an emulated machine is 12 times slower than outside. `--build` compiles it (before the guest starts: a C compiler is
 slow in there). perftest: ib_write_bw and ib_write_lat, without and with `--post_list 4`; of both the figure that the
 sender sees is taken. ib_write_lat polls memory; ours waits for an immediate, that is for a completion, so ib_send_lat
-is printed too. No exit code depends on a time.
+is printed too, and `bare_ping.c`: the same write with an immediate over a bare queue pair. What a callback costs by
+itself is measured in the same rounds. No exit code depends on a time.
 
 With `run_in_guest.py --icount` rates and bandwidths count instructions, whatever else the host does. Latencies do not,
 since both ends poll and there is one processor: bench_pair.c beside bench_verbs.c is for those.
@@ -33,10 +34,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "tools" / "rdma-guest" / "build_programs.py"
 BINARY = ROOT / "build" / "verbs" / "bench_verbs"
+BARE = BINARY.with_name("bare_ping")
+WRITE_LAT, CALLBACK = "latency 8 B, ib_write_lat, us", "a callback by itself, us"
 SIZES = (65536, 1 << 20, 8 << 20)
 DEADLINE = 120.0
 
@@ -110,29 +114,50 @@ def perftest(args: argparse.Namespace, program: str, size: int, count: int, *mor
     return float(row[column])
 
 
+def bare_ping(args: argparse.Namespace, count: int) -> float:
+    """Return the latency of a bare queue pair in microseconds."""
+    command = [str(BARE), args.device, args.peer_device, str(args.gid), str(count)]
+    return float(subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=DEADLINE, check=True).stdout)
+
+
 def message_rate(args: argparse.Namespace, size: int, count: int, *more: str) -> float:
     """Return perftest's million messages per second."""
     return perftest(args, "ib_write_bw", size, count, *more, column=4)
 
 
-def alternate(rounds: int, pairs: dict[str, tuple[Callable[[], float], Callable[[], float]]]) -> dict[str, object]:
+def alternate(
+    rounds: int,
+    pairs: dict[str, tuple[Callable[[], float], Callable[[], float]]],
+    alone: dict[str, Callable[[], float]],
+) -> dict[str, Any]:
+    """Take each figure once a round, ours and theirs in turn; `alone` has none of theirs. Print and return medians."""
     figures: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in pairs}
+    single: dict[str, list[float]] = {name: [] for name in alone}
     for _ in range(rounds):
         for name, (ours, theirs) in pairs.items():
             for values, measure in zip(figures[name], (ours, theirs), strict=True):
                 values.append(measure())
             print(f"  {name}: {figures[name][0][-1]:.4g}, {figures[name][1][-1]:.4g}", flush=True)
-    found: dict[str, object] = {}
+        for name, measure in alone.items():
+            single[name].append(measure())
+            print(f"  {name}: {single[name][-1]:.4g}", flush=True)
+    found: dict[str, Any] = {}
     for name, (ours_all, theirs_all) in figures.items():
         mine, other = statistics.median(ours_all), statistics.median(theirs_all)
         found[name] = {
             "ours": round(mine, 4),
-            "perftest": round(other, 4),
+            "other": round(other, 4),
             "ratio": round(mine / other, 3),
             "ours_all": [round(value, 4) for value in ours_all],
-            "perftest_all": [round(value, 4) for value in theirs_all],
+            "other_all": [round(value, 4) for value in theirs_all],
         }
-        print(f"{name:28} ours {mine:10.4g}   perftest {other:10.4g}   ratio {mine / other:.3f}", flush=True)
+        print(f"{name:44} ours {mine:10.4g}   other {other:10.4g}   ratio {mine / other:.3f}", flush=True)
+    for name, values in single.items():
+        found[name] = {"ours": round(statistics.median(values), 4), "ours_all": [round(value, 4) for value in values]}
+        print(f"{name:44} ours {found[name]['ours']:10.4g}", flush=True)
+    if WRITE_LAT in pairs and CALLBACK in alone:
+        most = 1.15 * found[WRITE_LAT]["other"] + found[CALLBACK]["ours"]
+        print(f"1.15 x ib_write_lat + a callback: {most:.4g} us; ours {found[WRITE_LAT]['ours']:.4g} us", flush=True)
     return found
 
 
@@ -177,13 +202,15 @@ def main() -> int:
                     partial(chains[chain].ask, "rate", size, count),
                     partial(message_rate, args, size, count, *options),
                 )
+        latency = partial(chains[4].ask, "lat", 8, args.pings)
         for name in ("ib_write_lat", "ib_send_lat"):
-            pairs[f"latency 8 B, {name}, us"] = (
-                partial(chains[4].ask, "lat", 8, args.pings),
-                partial(perftest, args, name, 8, args.pings),
-            )
+            pairs[f"latency 8 B, {name}, us"] = (latency, partial(perftest, args, name, 8, args.pings))
+        pairs["latency 8 B, bare write + immediate, us"] = (latency, partial(bare_ping, args, args.pings))
         pairs = {name: pair for name, pair in pairs.items() if re.search(args.only, name)}
-        found = alternate(args.rounds, pairs)
+        alone: dict[str, Callable[[], float]] = {}
+        if WRITE_LAT in pairs:
+            alone[CALLBACK] = partial(chains[4].ask, "call", 8, args.pings)
+        found = alternate(args.rounds, pairs, alone)
     finally:
         for ours in chains.values():
             ours.end()

@@ -18,7 +18,7 @@ from verbs_rig import (
     run,
 )
 
-from fabric_core import Pages, TransferEngine, TransferError
+from fabric_core import NicLost, Pages, TransferEngine, TransferError
 from fabric_core.conformance.kit import Calls, Memory
 
 pytestmark = [pytest.mark.nic, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -54,6 +54,7 @@ def test_a_path_that_the_receiver_gives_up_is_not_the_peer(opened: list[Transfer
             a.submit_single_write(64, None, (source.handle, 0), (target.desc, 0), nic=0).wait(DEADLINE)
     assert peer.count == 0, (peer.firsts, path.firsts, failed.firsts)
     assert {error.code for error in [*path.firsts, *failed.firsts]} == {"ETIMEDOUT"}, (path.firsts, failed.firsts)
+    assert all(isinstance(error, NicLost) for error in path.firsts), path.firsts
 
 
 def test_an_interface_whose_mtu_shrank_is_asked_again(pair: tuple[TransferEngine, TransferEngine]) -> None:

@@ -84,6 +84,11 @@ def test_what_was_behind_a_refused_write_ends_beside_a_busy_peer() -> None:
     assert program("redo_share", 3).count("1 refused, 30 well of 31") == 3
 
 
+def test_a_message_that_was_given_up_is_not_delivered_to_who_wakes_up() -> None:
+    """C11: who stood still finds a message, and beside it the farewell of its sender, who was told that it is lost."""
+    assert program("given_up", 3).count("1 failed, 1 sent, 1 came, 0 of it before; the last: 'found'") == 3
+
+
 def test_hosts_that_are_not_there_cost_the_others_nothing() -> None:
     """C8, C11: the kernel looks for each of them for a second; first contact with a living one does not wait for it."""
     assert "connected after" in program("dead_hosts", 20)

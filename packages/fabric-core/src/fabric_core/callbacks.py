@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fabric_core.errors import CODES, BackendError, FabricError, code_name, transfer_error
+from fabric_core.errors import CODES, BackendError, FabricError, NicLost, code_name, transfer_error
 from fabric_core.native_lib import ffi, lib
 
 if TYPE_CHECKING:
@@ -193,7 +193,10 @@ class CallbackThread:
         name = engine._nic_name(group, nic)
         to = engine._peer_name(group, peer)
         if status:
-            self.report(transfer_error(status, nic=name, peer=to, cure="the other NICs carry on"))
+            # NicLost whatever the status says of peers: told of a path only while the peer has another (decision 0007)
+            code = code_name(status)
+            reason = "nothing comes back from there over this NIC" if to and code == "ETIMEDOUT" else ""
+            self.report(NicLost(reason, nic=name, peer=to, code=code, cure="the other NICs carry on"))
         else:
             log.warning("%s is back", f"the path over {name} to {to}" if to else f"NIC {name}")
 

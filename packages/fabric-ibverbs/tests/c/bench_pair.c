@@ -5,105 +5,8 @@
  *
  * A ping is a write of 8 bytes with an immediate, and one back, each seen by polling. Printed: nanoseconds per direction (in such
  * a guest: instructions), the median, of the whole and of its parts. */
+#include "bare.h"
 #include "fabric/engine.h"
-#include "verbs_int.h"
-
-#include <stdio.h>
-
-static void die(const char *what, long rc) {
-    fprintf(stderr, "bench_pair: %s: %ld\n", what, rc);
-    exit(1);
-}
-
-static int by_value(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double *v, uint32_t n) {
-    qsort(v, n, sizeof *v, by_value);
-    return v[n / 2];
-}
-
-/* ---- bare verbs: the calls that such a program has to make, and no others ----------------------------------- */
-
-typedef struct bare {
-    struct ibv_context *ctx;
-    struct ibv_pd *pd;
-    struct ibv_cq *cq;
-    struct ibv_qp *qp;
-    struct ibv_mr *mr;
-    union ibv_gid gid;
-    uint64_t memory[8];
-} bare;
-
-static void bare_recv(bare *b) {
-    struct ibv_recv_wr wr = {.wr_id = 1}, *bad;
-    if (ibv_post_recv(b->qp, &wr, &bad)) die("post_recv", errno);
-}
-
-static void bare_open(bare *b, const char *device, int gid) {
-    char err[256] = "";
-    b->ctx = fv_open_device(device, err, sizeof err);
-    if (!b->ctx) die(err, errno);
-    b->pd = fv_ibv.alloc_pd(b->ctx);
-    b->cq = fv_ibv.create_cq(b->ctx, 256, NULL, NULL, 0);
-    b->mr = b->pd ? fv_ibv.reg_mr(b->pd, b->memory, sizeof b->memory, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE)
-                  : NULL;
-    if (!b->cq || !b->mr || fv_ibv.query_gid(b->ctx, 1, gid, &b->gid)) die("a bare end", errno);
-    struct ibv_qp_init_attr a = {
-        .send_cq = b->cq,
-        .recv_cq = b->cq,
-        .cap = {.max_send_wr = 64, .max_recv_wr = 64, .max_send_sge = 1, .max_recv_sge = 1, .max_inline_data = 64},
-        .qp_type = IBV_QPT_RC};
-    b->qp = fv_ibv.create_qp(b->pd, &a);
-    struct ibv_qp_attr q = {.qp_state = IBV_QPS_INIT, .port_num = 1, .qp_access_flags = IBV_ACCESS_REMOTE_WRITE};
-    if (!b->qp || fv_ibv.modify_qp(b->qp, &q, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS))
-        die("a bare queue pair", errno);
-    for (int i = 0; i < 32; i++) bare_recv(b);
-}
-
-static void bare_connect(bare *b, const bare *to, uint8_t gid) {
-    struct ibv_qp_attr a = {
-        .qp_state = IBV_QPS_RTR,
-        .path_mtu = IBV_MTU_4096,
-        .dest_qp_num = to->qp->qp_num,
-        .min_rnr_timer = 12,
-        .ah_attr = {.is_global = 1, .port_num = 1, .grh = {.dgid = to->gid, .sgid_index = gid, .hop_limit = 64}}};
-    int rc = fv_ibv.modify_qp(b->qp, &a,
-                              IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
-                                  IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
-    a = (struct ibv_qp_attr){.qp_state = IBV_QPS_RTS, .timeout = 18, .retry_cnt = 6, .rnr_retry = 6};
-    if (!rc)
-        rc = fv_ibv.modify_qp(b->qp, &a,
-                              IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |
-                                  IBV_QP_MAX_QP_RD_ATOMIC);
-    if (rc) die("a bare connection", rc);
-}
-
-static void bare_post(bare *b, const bare *to) {
-    struct ibv_sge s = {(uintptr_t)b->memory, 8, b->mr->lkey};
-    struct ibv_send_wr wr = {.sg_list = &s,
-                             .num_sge = 1,
-                             .opcode = IBV_WR_RDMA_WRITE_WITH_IMM,
-                             .send_flags = IBV_SEND_SIGNALED | IBV_SEND_INLINE,
-                             .wr.rdma = {(uintptr_t)to->memory, to->mr->rkey}},
-                       *bad;
-    if (ibv_post_send(b->qp, &wr, &bad)) die("post_send", errno);
-}
-
-/* Polls until an immediate came; one for each receive. */
-static void bare_wait(bare *b) {
-    struct ibv_wc w[4];
-    for (uint64_t until = fv_clock() + 10000000000ull; fv_clock() < until;)
-        for (int i = 0, n = ibv_poll_cq(b->cq, 4, w), came = 0; i < n; i++) {
-            if (w[i].status) die("a completion", w[i].status);
-            came += w[i].opcode == IBV_WC_RECV_RDMA_WITH_IMM;
-            if (came) bare_recv(b);
-            if (i == n - 1 && came) return;
-        }
-    die("an immediate does not come", 0);
-}
 
 /* ---- engines ---------------------------------------------------------------------------------------------- */
 
@@ -215,15 +118,15 @@ int main(int argc, char **argv) {
     for (int k = 0; k < KINDS; k++) v[k] = calloc(n, sizeof(double));
     bare_open(&a, argv[1], (int)gid);
     bare_open(&b, argv[2], (int)gid);
-    bare_connect(&a, &b, (uint8_t)gid);
-    bare_connect(&b, &a, (uint8_t)gid);
+    bare_connect(&a, &b.self, (uint8_t)gid);
+    bare_connect(&b, &a.self, (uint8_t)gid);
     for (uint32_t i = 0; i < n; i++) {
         struct ibv_wc w[4];
         uint64_t t0 = fv_clock();
-        bare_post(&a, &b);
+        bare_post(&a, &b.self);
         uint64_t t1 = fv_clock();
         bare_wait(&b);
-        bare_post(&b, &a);
+        bare_post(&b, &a.self);
         bare_wait(&a);
         uint64_t t2 = fv_clock();
         while (ibv_poll_cq(a.cq, 4, w) + ibv_poll_cq(b.cq, 4, w)) {

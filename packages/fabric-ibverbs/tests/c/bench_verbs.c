@@ -6,14 +6,11 @@
  *         bw BYTES COUNT     COUNT writes, their bandwidth in MiB/s
  *         rate BYTES COUNT   COUNT writes by one paged submit, million per second
  *         lat BYTES COUNT    write + immediate there and back, half of it in microseconds: median
+ *         call BYTES COUNT   a callback by itself, without a NIC: from the end of an expectation to the callback thread that is at
+ *                            it, having slept until then, in microseconds: median
  */
+#include "callback.h"
 #include "cdef_verbs.h"
-#include "fabric/engine.h"
-
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <time.h>
 
 #define REGION (16u << 20)
 #define LONG_NS 60000000000ull
@@ -28,17 +25,6 @@ typedef struct side {
     fab_mr_keys keys;
     uint32_t imm, their_imm;
 } side;
-
-static double now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
-}
-
-static void die(const char *what, long rc) {
-    fprintf(stderr, "bench_verbs: %s: %ld\n", what, rc);
-    exit(1);
-}
 
 static uint32_t env(const char *name, uint32_t usual) {
     const char *text = getenv(name);
@@ -162,11 +148,6 @@ static void rate(side *s, uint64_t bytes, uint32_t count) {
     free(zero);
 }
 
-static int by_value(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
 static void latency(side *s, uint64_t bytes, uint32_t count) {
     double *took = calloc(count, sizeof *took);
     for (uint32_t i = 0; i < count; i++) {
@@ -177,8 +158,7 @@ static void latency(side *s, uint64_t bytes, uint32_t count) {
         took[i] = now() - begin;
         finish(s, t);
     }
-    qsort(took, count, sizeof *took, by_value);
-    printf("%.3f\n", took[count / 2] / 2 * 1e6);
+    printf("%.3f\n", median(took, count) / 2 * 1e6);
     free(took);
 }
 
@@ -209,6 +189,7 @@ int main(int argc, char **argv) {
     while (scanf("%15s %llu %u", verb, &bytes, &count) == 3) {
         if (strcmp(verb, "bw") == 0) bandwidth(&s, bytes, count);
         else if (strcmp(verb, "rate") == 0) rate(&s, bytes, count);
+        else if (strcmp(verb, "call") == 0) printf("%.3f\n", callback_us(s.engine, s.imm, count));
         else latency(&s, bytes, count);
         fflush(stdout);
     }

@@ -12,6 +12,7 @@
 #include <time.h>
 
 static const fab_domain_ops *ops;
+static uint64_t heartbeat_ns = 30000000000ull;
 static uint64_t connect_ns = 120000000000ull; /* the emulated machine is slow, and slower beside others */
 
 static inline uint64_t now_ns(void) {
@@ -53,7 +54,7 @@ static inline uint32_t gid_find(const char *device) {
     return 0;
 }
 
-/* Long deadlines. */
+/* Long deadlines, unless those above are changed first. */
 static inline void *open_domain(const char *device, uint32_t gid, uint32_t depth, uint32_t links,
                                 uint64_t incarnation) {
     char err[512] = "";
@@ -72,7 +73,7 @@ static inline void *open_domain(const char *device, uint32_t gid, uint32_t depth
                        .max_links = links,
                        .numa = UINT32_MAX,
                        .incarnation = incarnation,
-                       .heartbeat_ns = 30000000000ull,
+                       .heartbeat_ns = heartbeat_ns,
                        .connect_ns = connect_ns,
                        .contact = fab_native_api()->contact_api()};
     if (fab_verbs_open(&c, &ctx, err, sizeof err) < 0) die(err, (long)incarnation);

@@ -3,6 +3,8 @@
 #include "verbs_int.h"
 
 #define BATCH 32
+#define MOST (8 * BATCH) /* completions of a queue that one look takes, about */
+#define OTHERS_EVERY 4u /* looks, of which one is at the queue for control too */
 
 static void write_cq(fv_dom *d, const struct ibv_wc *w) {
     if (w->status == IBV_WC_SUCCESS) fv_write_done(d, w->wr_id);
@@ -75,7 +77,7 @@ static uint32_t drain(fv_dom *d, struct ibv_cq *cq, void (*one)(fv_dom *, const 
     struct ibv_wc w[BATCH];
     uint32_t total = 0;
     int n = BATCH;
-    while (n == BATCH && fab_wc_ready(&d->wcq) < cap && total < 8 * BATCH) {
+    while (n == BATCH && fab_wc_ready(&d->wcq) < cap && total < MOST) {
         n = ibv_poll_cq(cq, BATCH, w);
         if (n < 0) {
             d->broken = true;
@@ -88,6 +90,36 @@ static uint32_t drain(fv_dom *d, struct ibv_cq *cq, void (*one)(fv_dom *, const 
     return total;
 }
 
+/* What somebody who opened a link to us says on it. */
+static bool said_on_link(fv_dom *d, const struct ibv_wc *w) {
+    if (w->status != IBV_WC_SUCCESS || fv_kind(w->wr_id) != FV_K_MRX) return false;
+    const fv_qp *q = fv_qp_find(d, w->qp_num);
+    return q && q->link && !q->link->out;
+}
+
+/* Messages of those who opened links come last. A process that stood still finds there, in the order in which they came, a
+ * message and the farewell of its sender, who has given it up since and was told that the message is lost: so the farewell is
+ * heard first, and the message goes with its link (C11). */
+static uint32_t drain_control(fv_dom *d) {
+    struct ibv_wc w[MOST];
+    uint32_t n = 0, last = 0;
+    for (int got = BATCH; got == BATCH && n < MOST; n += (uint32_t)got) {
+        got = ibv_poll_cq(d->mcq, BATCH, w + n);
+        if (got < 0) {
+            d->broken = true;
+            break;
+        }
+    }
+    if (!n) return 0;
+    atomic_thread_fence(memory_order_acquire);
+    for (uint32_t i = 0; i < n; i++) {
+        if (said_on_link(d, &w[i])) w[last++] = w[i];
+        else control_cq(d, &w[i]);
+    }
+    for (uint32_t i = 0; i < last; i++) control_cq(d, &w[i]);
+    return n;
+}
+
 /* Every immediate that is there. */
 void fv_imms_drain(fv_dom *d) {
     while (drain(d, d->rcq, imm_cq, UINT32_MAX) && !d->broken) {
@@ -95,12 +127,27 @@ void fv_imms_drain(fv_dom *d) {
     if (fv_wsrq_fill(d)) d->broken = true;
 }
 
-/* Immediates first: a receive must be posted again before its writer can be told. */
+/* All that is there: for who goes to sleep, or closes. */
 uint32_t fv_cqs_drain(fv_dom *d, uint32_t cap) {
     uint32_t n = drain(d, d->rcq, imm_cq, cap);
     if (fv_wsrq_fill(d)) d->broken = true;
     n += drain(d, d->scq, write_cq, cap);
-    return n + drain(d, d->mcq, control_cq, UINT32_MAX);
+    return n + drain_control(d);
+}
+
+/* One look of many, which costs as little as it can. An immediate is handed out at once, without a look at anything else: the next
+ * one is complete. The queue for writes is empty while none is on its way (scq_used). That for control has its turn every
+ * few looks, and first thing after a sleep; nobody sleeps before all three were found empty (op_arm). Returns whether the rest
+ * of fv_progress can wait. */
+static bool look(fv_dom *d, uint32_t cap) {
+    uint32_t n = drain(d, d->rcq, imm_cq, cap);
+    if (n && fv_wsrq_top_up(d)) d->broken = true;
+    bool enough = n && !d->hurried;
+    d->hurried = enough;
+    if (enough) return true;
+    if (d->scq_used) drain(d, d->scq, write_cq, cap);
+    if (++d->looks % OTHERS_EVERY == 0) drain_control(d);
+    return false;
 }
 
 static void work(fv_dom *d) {
@@ -116,7 +163,7 @@ static void work(fv_dom *d) {
 
 void fv_progress(fv_dom *d, uint64_t now, uint32_t cap) {
     d->now = now;
-    fv_cqs_drain(d, cap);
+    if (look(d, cap)) return;
     fv_dests_look(d);
     if (d->ud_bad) fv_ud_restart(d);
     if (now >= d->contact_due) d->contact_due = d->capi->run(d->contact, now);
@@ -128,4 +175,11 @@ void fv_progress(fv_dom *d, uint64_t now, uint32_t cap) {
         d->events_due = now + FV_EVENTS_NS;
         fv_events(d);
     }
+}
+
+/* After a sleep: whatever ended it, the next look finds it. */
+void fv_woken(fv_dom *d) {
+    d->looks = OTHERS_EVERY - 1;
+    d->hurried = true;
+    d->events_due = 0;
 }

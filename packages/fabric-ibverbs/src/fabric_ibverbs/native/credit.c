@@ -20,6 +20,10 @@ int fv_wsrq_fill(fv_dom *d) {
     return 0;
 }
 
+/* The same, some at a time. What is missing meanwhile is not missed: writers are told only of what is posted (fv_credit_return), and
+ * the credits of others, which are not told, have the spare ones. */
+int fv_wsrq_top_up(fv_dom *d) { return d->w_posted + FV_WTOP_UP <= d->w_granted + FV_WSPARE ? fv_wsrq_fill(d) : 0; }
+
 /* A queue pair that breaks may take a receive with it without a word (software RDMA does, of a refused write with an
  * immediate). So the device tells when half of the spare ones are gone, which cannot happen otherwise. */
 int fv_srq_watch(struct ibv_srq *srq, uint32_t spare) {
@@ -64,9 +68,9 @@ void fv_credit_return(fv_link *l) {
     if (l->credit_flying || l->state != FV_UP) return; /* once more when this one has left */
     if (l->imm_got - l->imm_told >= l->window / 2 && l->window <= FV_WINDOW_MAX / 2 && room(d) / 8 > l->window) {
         d->w_granted += l->window; /* it uses what it has: twice as much */
-        if (fv_wsrq_fill(d)) d->broken = true;
         l->window *= 2;
     }
+    if (fv_wsrq_fill(d)) d->broken = true; /* what it is told of is posted */
     struct ibv_send_wr wr = {.wr_id = FV_WRID(FV_K_CREDIT, l->index, l->w->num),
                              .opcode = IBV_WR_RDMA_WRITE_WITH_IMM,
                              .send_flags = IBV_SEND_SIGNALED,

@@ -40,7 +40,7 @@ static int op_poll(void *ctx, fab_wc *wc, uint32_t cap, uint64_t now) {
     if (d->armed) { /* after a sleep */
         d->armed = false;
         take_cq_events(d);
-        d->events_due = 0;
+        fv_woken(d);
     }
     if (fab_wc_ready(&d->wcq) < cap) fv_progress(d, now, cap);
     if (d->broken && !fab_wc_ready(&d->wcq)) return -ENODEV;

@@ -47,6 +47,7 @@
 #define FV_MAX_SEND (64u << 10)
 #define FV_RECVS 4096u          /* receives of the engine */
 #define FV_WSPARE 64u           /* receives of W beyond all grants */
+#define FV_WTOP_UP 16u          /* of W: so many are posted again together */
 #define FV_WCREDITS 4u          /* ... and those for the credits that a peer of ours returns */
 #define FV_MSPARE 16u
 #define FV_WINDOW_MIN 8u
@@ -346,6 +347,8 @@ typedef struct fv_dom {
 
     int ep_fd, wake_fd, timer_fd;
     bool armed;
+    bool hurried; /* the last look found immediates, and left the rest to the next */
+    uint32_t looks;
 
     fab_wc_ring wcq; /* what poll hands out next */
 
@@ -446,6 +449,7 @@ void fv_match(fv_dom *d);
 int fv_post_recv(void *ctx, uint64_t id, uint64_t addr, uint64_t len);
 /* credit.c */
 int fv_wsrq_fill(fv_dom *d);
+int fv_wsrq_top_up(fv_dom *d);
 int fv_srq_watch(struct ibv_srq *srq, uint32_t spare);
 void fv_srq_low(fv_dom *d, const struct ibv_srq *srq);
 uint32_t fv_window_grant(fv_dom *d);
@@ -479,6 +483,7 @@ void fv_mended(fv_link *l, const fv_hdr *h);
 uint32_t fv_cqs_drain(fv_dom *d, uint32_t cap);
 void fv_imms_drain(fv_dom *d);
 void fv_progress(fv_dom *d, uint64_t now, uint32_t cap);
+void fv_woken(fv_dom *d);
 /* event.c */
 void fv_events(fv_dom *d);
 /* mr.c */

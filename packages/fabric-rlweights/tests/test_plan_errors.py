@@ -19,7 +19,7 @@ from fabric_core import ConfigError
 from fabric_rlweights.cli import rl_app
 from fabric_rlweights.document import PlanDocument
 from fabric_rlweights.job.model import Model, engine_table
-from fabric_rlweights.meta import EngineTable, Entry, TrainerTable
+from fabric_rlweights.meta import EngineTable, Entry, Quant, TrainerTable
 
 
 def world(ranks: int = 2, replicas: int = 1, tp: int = 2) -> World:
@@ -153,3 +153,17 @@ def test_a_saved_plan_is_the_same_plan_and_a_damaged_one_is_refused(tmp_path: Pa
     path.write_text(path.read_text()[:-5])
     with pytest.raises(ConfigError, match="is no plan"):
         PlanDocument.read(path)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn", "int8"])
+def test_what_has_not_the_same_fp8_bits_on_every_device_is_not_quantised(dtype: str) -> None:
+    whole = random_bits(np.random.default_rng(0), (128, 128), dtype)
+    buffers: list[Any] = []
+    trainer = TrainerTable(rank=0, shards=(shard("w", dtype, whole, (0, 0), (128, 128), buffers),))
+    tensors = (
+        plain("w", (128, 128), "float8_e4m3fn", quant=Quant(scheme="block", scales="s")),
+        plain("s", (1, 1), "float32"),
+    )
+    engine = EngineTable(rank=0, tensors=tensors, entries=(place("w", "w", (0, 0), (128, 128), (0, 0)),))
+    with pytest.raises(ConfigError, match=rf"w wants w, quantised: it is {dtype}, only bfloat16, float16, float32"):
+        plan_of(World({"w": (dtype, whole)}, [trainer], [buffers], [engine]))

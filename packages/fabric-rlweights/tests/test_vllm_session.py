@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -53,6 +55,15 @@ class Job:
             outcome = self.trainer.push(version, timeout=timeout)
             waiting.result()
         return outcome
+
+    def patient(self, seconds: float) -> bool:
+        """Whether the receiver goes on within so many seconds, though a load is under way."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self.session._bridge._job is None:
+                return True
+            time.sleep(0.01)
+        return False
 
     def has(self, wanted: dict[str, Any]) -> bool:
         return self.model.keys() == wanted.keys() and all(torch.equal(self.model[k], wanted[k]) for k in wanted)
@@ -117,3 +128,47 @@ def test_weights_that_nobody_waits_for_are_not_served() -> None:
         outcome = job.trainer.push(1, timeout=LIMIT)
         assert not outcome.committed or not job.session.receiver.serving
         assert not job.model
+
+
+def test_a_version_that_was_given_up_is_not_loaded_when_the_next_one_is_written_over_it() -> None:
+    with a_job(patience=0.05) as job:
+        job.fill(1)
+        assert job.trainer.push(1, timeout=LIMIT).culprits == ("receiver 0",)  # nobody called: it was given up
+        with pytest.raises(UpdateFailed, match="version 2 has not come"):
+            job.session.apply(2, 0.01 - 4.9)
+        assert job.loads == 0, "memory that the next update may write to was loaded"
+
+
+def test_a_load_that_takes_long_is_waited_for() -> None:
+    with a_job(patience=0.05) as job, ThreadPoolExecutor(1) as thread:
+        go, loading = threading.Event(), threading.Event()
+        real = job.load
+
+        def slowly(weights: Iterator[tuple[str, Any]]) -> None:
+            loading.set()
+            assert go.wait(LIMIT)
+            real(weights)
+
+        job.load = slowly  # type: ignore[method-assign]
+        new = job.fill(1)
+        waiting = thread.submit(job.session.apply, 1, LIMIT)
+        pushing = threading.Thread(target=job.trainer.push, args=(1,), kwargs={"timeout": LIMIT})
+        pushing.start()
+        assert loading.wait(LIMIT)
+        assert not job.patient(0.5), "the receiver took its memory back from a load that went on"
+        go.set()
+        waiting.result()
+        pushing.join()
+        assert job.has(new)
+        assert job.session.receiver.serving
+
+
+def test_a_worker_that_is_shut_down_waits_for_no_call() -> None:
+    with a_job(patience=10 * LIMIT) as job:
+        job.fill(1)
+        pushing = threading.Thread(target=job.trainer.push, args=(1,), kwargs={"timeout": 5.0})
+        pushing.start()
+        assert job.session._events.get(timeout=LIMIT).version == 1
+        job.session.close()
+        assert not job.session.receiver._thread.is_alive()
+        pushing.join()

@@ -28,14 +28,20 @@ class Arena:
         self.peak = 0  #: bytes in use at the same time, at most
         self._free: list[tuple[int, int]] = [(0, self.limit)]  # begin, end; sorted, never adjacent
 
+    def must_hold(self, nbytes: int) -> None:
+        """Raise ConfigError for what would not even fit into an empty arena."""
+        if aligned(nbytes) > self.limit:
+            raise ConfigError(
+                f"{aligned(nbytes)} bytes of temporary memory are needed at once, the watermark is {self.limit}"
+            )
+
     def take(self, nbytes: int) -> int | None:
         """Return the offset of a free range, or None: wait until something is given back.
 
         Raises ConfigError for what would not even fit into an empty arena.
         """
+        self.must_hold(nbytes)
         want = aligned(nbytes)
-        if want > self.limit:
-            raise ConfigError(f"{want} bytes of temporary memory are needed at once, the watermark is {self.limit}")
         for index, (begin, end) in enumerate(self._free):
             if end - begin >= want:
                 if end - begin == want:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from fabric_core import FabricError, MrDesc, MrHandle, Transfer, TransferEngine, WaitTimeout
+from fabric_core import MrDesc, MrHandle, Transfer, TransferEngine, WaitTimeout
 from fabric_rlweights.memory import Span
 from fabric_rlweights.protocol import Seed, Sent
 
@@ -39,6 +39,7 @@ class Donation:
 
     def _run(self) -> None:
         seed, problem, culprit = self._seed, "", ""
+        sums: dict[int, dict[int, int]] = {}
         handles: list[MrHandle] = []
         transfers: list[Transfer] = []
         try:
@@ -53,13 +54,14 @@ class Donation:
                 )
             for transfer in transfers:
                 self._wait(transfer)
-        except (FabricError, KeyError, ValueError, TimeoutError, InterruptedError) as error:
+            if seed.digests:
+                sums = {seed.rank: self._digests()}
+        except Exception as error:  # whatever it is, both sides wait to hear of it
             problem, culprit = f"{type(error).__name__}: {error}", str(getattr(error, "peer", None) or "")
             self._cancel(transfers)
         finally:
             for handle in handles:
                 handle.close()
-        sums = {seed.rank: self._digests()} if seed.digests and not problem else {}
         nbytes = sum(span.nbytes for span in self._spans)
         if not self._engine.closed:
             self._tell(Sent(seed.attempt, self._rank, problem[:4000], culprit[:4000], sums, nbytes))

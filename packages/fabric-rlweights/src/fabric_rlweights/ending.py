@@ -78,7 +78,7 @@ class Ending(Hearing):
         asked = [m for m in members if not m.lost]
         for member in asked:
             self.channel.send(member.addr, Abort(update.number, update.version, reason[:4000]), timeout=2.0)
-        quiet: set[Who] = set()
+        quiet: dict[Who, int] = {}  # -> the version that it goes on serving, or -1
         until, closing = update.deadline, False
         while any(m.who not in quiet and not m.lost for m in asked):
             if update.seeding:  # an update that comes has to wait for this
@@ -97,13 +97,14 @@ class Ending(Hearing):
                 continue
             self._meanwhile(event)
             if isinstance(event, Quiet) and event.attempt == update.number:
-                quiet.add((event.role, event.rank))
+                quiet[event.role, event.rank] = event.version
             elif isinstance(event, Sent) and event.attempt == update.number:
                 # its writes had ended before it heard of this; when seeding it is a receiver that sends
-                quiet.add(("receiver" if update.seeding else "trainer", event.rank))
+                quiet["receiver" if update.seeding else "trainer", event.rank] = -1
         for member in asked:
             if member.who not in quiet and not member.lost and not closing:
                 self.members.lose(member, "it did not say that it has stopped")
         self._fence = self._fence or any(m.who not in quiet for m in members)
         for member in update.members[:1] if update.seeding else update.side("receiver"):
-            member.version = -1  # a donor goes on serving
+            served = quiet.get(member.who, -1)  # a double buffer's, or of one that was not written to yet
+            member.version = served if served == self.members.version else -1  # a donor goes on serving anyway

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fabric_core import MrDesc, MrHandle, NetAddr, TransferEngine, WaitTimeout
+from fabric_core import MrDesc, MrHandle, NetAddr, Transfer, TransferEngine, WaitTimeout
 from fabric_rlweights.boxes import Ints
 from fabric_rlweights.quantise import Floats
 from fabric_rlweights.route import Route
@@ -84,24 +84,25 @@ class Magnitudes:
         self._own[self._at[index] : self._at[index] + self._floats[index]] = largest.ravel()
         self._have[index] = True
 
-    def send(self, peers: dict[int, tuple[MrDesc, int]], timeout: float) -> None:
-        """Send the neighbours what they need; `peers`: rank -> (descriptor, immediate). Raises TransferError."""
+    def send(self, peers: dict[int, tuple[MrDesc, int]], timeout: float, posted: list[Transfer]) -> None:
+        """Post what the neighbours need; `peers`: rank -> (descriptor, immediate).
+
+        `posted` takes the transfers: they are to be waited for, or ended, as an update's writes are. Raises
+        TransferError; then it holds those that were posted before.
+        """
         assert self._have.all()
         row, receiver, floats, at, there = (self._route.out[:, k] for k in range(5))
         for r, n, a in zip(row.tolist(), floats.tolist(), at.tolist(), strict=True):
             begin = self._at[self._place[r]]
             self._out[a : a + n] = self._own[begin : begin + n]
-        transfers = []
         for rank in np.unique(receiver).tolist():
             desc, imm = peers[rank]
             mine = receiver == rank
             nbytes, offset = int(floats[mine].sum()) * 4, int(at[mine].min()) * 4
             into = int(there[mine].min()) * 4
-            transfers.append(
+            posted.append(
                 self._engine.submit_single_write(nbytes, imm, (self._out_handle, offset), (desc, into), timeout=timeout)
             )
-        for transfer in transfers:
-            transfer.wait(timeout)
 
     def wait(
         self, addrs: dict[int, NetAddr], deadline: float, wake: threading.Event, check: Callable[[], None]

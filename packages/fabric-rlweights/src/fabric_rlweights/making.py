@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fabric_rlweights.boxes import Ints
 from fabric_rlweights.dtypes import itemsize_of
 from fabric_rlweights.magnitudes import Magnitudes
 from fabric_rlweights.meta import contiguous
@@ -15,7 +16,7 @@ from fabric_rlweights.plan import BLOCK, CAST, PER_TENSOR
 from fabric_rlweights.quantise import magnitudes, quantise
 from fabric_rlweights.route import Route
 from fabric_rlweights.stage import Stage
-from fabric_rlweights.tasks import Task
+from fabric_rlweights.tasks import Target, Task
 from fabric_rlweights.views import bits_view, on_gpu, torch_view
 
 __all__ = ["Made", "Maker"]
@@ -28,6 +29,14 @@ class Made:
     at: int
     scales_at: int
     scale_bytes: int
+
+    def lies(self, task: Task) -> list[tuple[Target, Ints, Ints]]:
+        """Return (target, where its runs lie in the room, where the runs of its scales do)."""
+        found = []
+        for t in task.targets:
+            places = self.at + np.arange(len(t.places), dtype=np.int64) * t.run
+            found.append((t, places, self.scales_at + np.arange(len(t.scale_places), dtype=np.int64) * t.scale_run))
+        return found
 
 
 class Maker:
@@ -66,6 +75,7 @@ class Maker:
             begin += largest.numel()
             same = (route.buffer == task.buffer) & (route.offset == task.offset) & (route.op == task.op)
             same &= (route.size == task.size).all(axis=1)
+            same &= (route.stride == task.stride).all(axis=1) & ((route.block == task.block) | (task.op != BLOCK))
             for row in np.flatnonzero(same).tolist():
                 if row in self._shared:
                     self._agreed.put(row, own)

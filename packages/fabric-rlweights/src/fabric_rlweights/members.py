@@ -175,6 +175,7 @@ class Members:
             member.here = not event.problem
             if event.problem:
                 self.problem = f"{member.name} cannot take up the plan: {event.problem}"
+                self.stale = True  # the next update has it tried again: memory that was short may be there
             self._changed()
 
     # ---- planning

@@ -60,12 +60,14 @@ class Presence:
         self._sender: Sender | None = None
         self._descs: dict[bytes, MrDesc] = {}
         self._going: queue.Queue[Go | Result | Lost | Assign | Over] = queue.Queue()
+        self.newest = -1  #: the latest version that the controller has spoken of, to whichever rank it mattered
         self._over = ""  # why this object can push no more
         self._broken: dict[int, str] = {}  # attempt -> why
         self._state = threading.Lock()  # of the three below
         self._pushing = False  # a thread is in push(), and takes up plans itself
         self._writing: int | None = None  # the attempt that it writes for
         self._plan = -1
+        self._refused: Assign | None = None  # the plan that could not be taken up
         self._ready = threading.Event()
         self._answered = threading.Event()  # the plan is taken up, or it is known why it cannot be
         self._idle = threading.Event()  # nobody is in push()
@@ -141,6 +143,8 @@ class Presence:
                 log.exception("trainer %d: %s", self.rank, type(event).__name__)
 
     def _hear(self, event: Event) -> None:
+        if isinstance(event, Go | Result):
+            self.newest = max(self.newest, event.version)
         if isinstance(event, Go):
             with self._state:
                 if self._pushing:
@@ -176,6 +180,13 @@ class Presence:
             if not event.reason.startswith("Hello"):  # perhaps it was only slow: once more, not for ever
                 self._say_hello()
 
+    def _take_up_again(self) -> bool:
+        """Try a plan once more that could not be taken up: memory that was short may be there by now."""
+        with self._state:
+            if self._refused is not None:
+                self._assign(self._refused)
+            return self._ready.is_set()
+
     def _assign(self, message: Assign) -> None:
         problem = ""
         try:
@@ -190,7 +201,7 @@ class Presence:
             log.exception("trainer %d cannot take up the plan", self.rank)
             self._sender = None
             problem = f"{type(error).__name__}: {error}"
-        self.problem = problem
+        self.problem, self._refused = problem, message if problem else None
         if problem:
             self._ready.clear()
         else:

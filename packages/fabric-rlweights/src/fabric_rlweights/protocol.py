@@ -43,7 +43,7 @@ __all__ = [
     "encode",
 ]
 
-VERSION = 2
+VERSION = 3
 MAX_BYTES = 1 << 30  #: of a message, all its parts together
 Role = Literal["trainer", "receiver"]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
@@ -215,6 +215,7 @@ class Quiet(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     role: Role
     attempt: int
     rank: _Rank
+    version: int = -1  #: that a receiver goes on serving
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):

@@ -192,9 +192,12 @@ def kernel_on(device: str) -> bool:
     if device == "cpu":
         return False
     try:
+        import torch
+
         from fabric_rlweights import fp8_kernel
 
-        return fp8_kernel.works_on(device)
+        with torch.cuda.device(device):  # a kernel runs on the thread's current GPU, wherever its tensors lie
+            return fp8_kernel.works_on(device)
     except Exception as error:  # no Triton, no compiler for its launcher, a GPU without fp8: torch does it in steps
         log.info("fp8 on %s by operations of torch: %s: %s", device, type(error).__name__, error)
         return False

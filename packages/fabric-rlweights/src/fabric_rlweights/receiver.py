@@ -115,6 +115,7 @@ class Receiver(Serving):
     # ---- the thread
 
     def _run(self) -> None:
+        self._weights.enter()
         while True:
             left = None if self._decide_by is None else max(0.0, self._decide_by - time.monotonic())
             try:
@@ -192,7 +193,13 @@ class Receiver(Serving):
         if surplus:
             self._tell(Received(self._attempt, self.rank, self._too_many(surplus), "", {}))
             return
-        sums = self._weights.digests(self._weights.next) if self._digests else {}
+        try:
+            sums = self._weights.digests(self._weights.next) if self._digests else {}
+        except Exception as error:  # a GPU without memory for it, say
+            log.exception("rank %d cannot compute digests", self.rank)
+            text = f"no digests: {type(error).__name__}: {error}"
+            self._tell(Received(self._attempt, self.rank, text[:4000], "", {}))
+            return
         self._decide_by = self._deadline + _SLACK
         self._tell(Received(self._attempt, self.rank, "", "", sums))
 
@@ -216,7 +223,7 @@ class Receiver(Serving):
         if message.attempt == self._attempt:
             self._drop_imm()
             self._decide_by = None
-        self._tell(Quiet("receiver", message.attempt, self.rank))
+        self._tell(Quiet("receiver", message.attempt, self.rank, -1 if self._dirty else self.version))
 
     def _result(self, message: Result) -> None:
         self.hooks.told(message.version, message.committed, message.reason)

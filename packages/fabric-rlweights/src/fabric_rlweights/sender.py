@@ -9,13 +9,12 @@ depend on them is under way.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-
-import numpy as np
 
 from fabric_core import MrHandle, Transfer, TransferEngine
 from fabric_rlweights.arena import Arena
@@ -44,21 +43,16 @@ class Sender:
         Raises BadRange, ConfigError: the route does not fit the memory, or a piece does not fit under the watermark.
         Unsupported: a buffer is on a GPU that the engine does not serve.
         """
-        self.engine, self.route = engine, route
-        self.tasks = make_tasks(route)
+        self.engine, self.route, self.tasks = engine, route, make_tasks(route)
         if any(task.op >= CAST for task in self.tasks):
             import torch  # noqa: F401  # takes seconds: now, and not within the first update
         self.magnitudes = Magnitudes(engine, route)
         self._memory = sources(self.tasks, buffers)
         self._handles = {index: engine.reg_mr(part, write=False)[0] for index, part in self._memory.items()}
         device = self._device(engine)
-        largest = max([0, *(task.temporary for task in self.tasks)])
+        largest = max((task.temporary for task in self.tasks), default=0)
         self.arena = Arena(max(watermark, 64))
-        if largest:
-            block = self.arena.take(largest)  # an error that names the numbers comes now, not in the first update
-            assert block is not None
-            self.arena.give(block, largest)
-            self.arena.peak = 0
+        self.arena.must_hold(largest)  # an error that names the numbers comes now, not in the first update
         self.stage = open_stage(engine, device, self.arena.limit if largest else 0)
         self._room: MrHandle | None = engine.reg_mr(self.stage.registered, write=False)[0] if largest else None
         self._maker = Maker(route, self._memory, self.stage, self.magnitudes)
@@ -151,14 +145,19 @@ class Sender:
             if self._maker.needs_others(task):
                 self._check()
                 at = self._take(task.fetched) if task.fetched else 0
-                found.append((task, self._maker.magnitudes_of(task, at)))
+                with self._coming_back(task, at, task.fetched):
+                    found.append((task, self._maker.magnitudes_of(task, at)))
                 if task.fetched:
                     self._stats.fetched += task.fetched
                     self._making.append((self.stage.mark(), at, task.fetched, task, None))
         self._maker.offer(found)
         while self._making:
             self._write_next()
-        self.magnitudes.send(links.trainers, self._writes.left)
+        posted: list[Transfer] = []
+        try:
+            self.magnitudes.send(links.trainers, self._writes.left, posted)
+        finally:
+            self._writes.remember(posted)
         self._stats.prepare += time.monotonic() - started
 
     def _one(self, task: Task) -> None:
@@ -176,19 +175,29 @@ class Sender:
         else:
             at = self._take(task.temporary)
             started = time.monotonic()
-            made = self._maker.make(task, at)
-            self._stats.fetched += task.fetched
-            for t, places, scale_places in self._lies(task, made):
-                self._add(t.receiver, t.tensor, self.stage.room, places, t.places, t.run, task.target)
-                if t.scales >= 0:
-                    room = self.stage.room
-                    self._add(t.receiver, t.scales, room, scale_places, t.scale_places, t.scale_run, "float32")
+            with self._coming_back(task, at, task.temporary):
+                made, room = self._maker.make(task, at), self.stage.room
+                self._stats.fetched += task.fetched
+                for t, places, scale_places in made.lies(task):
+                    self._add(t.receiver, t.tensor, room, places, t.places, t.run, task.target)
+                    if t.scales >= 0:
+                        self._add(t.receiver, t.scales, room, scale_places, t.scale_places, t.scale_run, "float32")
             self._making.append((self.stage.mark(), at, task.temporary, task, made))
             self._stats.prepare += time.monotonic() - started
         while self._making and self._making[0][0].query():
             self._write_next()
 
     # ---- pieces
+
+    @contextlib.contextmanager
+    def _coming_back(self, task: Task, at: int, nbytes: int) -> Iterator[None]:
+        """Have a range of the arena come back, when a GPU is through with it, though its piece could not be made."""
+        try:
+            yield
+        except BaseException:
+            if nbytes:
+                self._making.append((self.stage.mark(), at, nbytes, task, None))
+            raise
 
     def _take(self, nbytes: int) -> int:
         """Return a range of the arena: as soon as there is one, for which others are written first."""
@@ -198,15 +207,6 @@ class Sender:
             else:
                 self._writes.oldest()
         return at
-
-    @staticmethod
-    def _lies(task: Task, made: Made) -> list[tuple[Any, Any, Any]]:
-        """Return (target, where its runs lie in the room, where the runs of its scales do)."""
-        found = []
-        for t in task.targets:
-            places = made.at + np.arange(len(t.places), dtype=np.int64) * t.run
-            found.append((t, places, made.scales_at + np.arange(len(t.scale_places), dtype=np.int64) * t.scale_run))
-        return found
 
     def _write_next(self) -> None:
         """Wait for the oldest piece that is being made, and write it."""
@@ -220,7 +220,7 @@ class Sender:
         assert self._room is not None
         transfers: list[Transfer] = []
         try:
-            for t, places, scale_places in self._lies(task, made):
+            for t, places, scale_places in made.lies(task):
                 transfers.append(self._writes.post(self._room, places, t.places, t.run, t, t.tensor))
                 if t.scales >= 0:
                     post = self._writes.post(self._room, scale_places, t.scale_places, t.scale_run, t, t.scales)

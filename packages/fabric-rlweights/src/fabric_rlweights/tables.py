@@ -15,6 +15,7 @@ from fabric_rlweights.meta import EngineTable, Entry, Tensor, TrainerTable, cont
 
 __all__ = ["LEAST_RUN", "Destination", "destination", "holdings"]
 
+QUANTISED = ("bfloat16", "float16", "float32")  #: what fp8 can be made of with the same bits on any device
 LEAST_RUN = 64  #: bytes: a tensor that takes shorter pieces than this is written to staging memory instead
 
 
@@ -196,6 +197,9 @@ class _Maker:
             scales = self.tensors[numbers[tensor.quant.scales]][2]
             if scales.dtype != "float32":
                 raise ConfigError(f"{what}: its scales {scales.name} are {scales.dtype}, must be float32")
+            source = NAMES[self.params.dtypes[param]]
+            if source not in QUANTISED:
+                raise ConfigError(f"{what}, quantised: it is {source}, only {', '.join(QUANTISED)} are quantised")
             if tensor.dtype != "float8_e4m3fn":
                 raise ConfigError(f"{what}, quantised: {tensor.dtype} is not served, only float8_e4m3fn")
             if tensor.quant.scheme == "block":

@@ -75,7 +75,7 @@ class Trainer(Presence):
             return over(False, self._over, [f"trainer {self.rank}"])
         if not self._answered.is_set():
             return over(False, self.problem or "there is no plan yet: not everybody has said hello", ["controller"])
-        if not self._ready.is_set():
+        if not self._ready.is_set() and not self._take_up_again():
             return over(False, self.problem, [f"trainer {self.rank}"])
         with self._state:
             if self._pushing:

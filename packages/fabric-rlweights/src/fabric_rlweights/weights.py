@@ -48,6 +48,13 @@ class Weights:
         self._descs: list[MrDesc] = []
         self.filled = False  #: copies (staging, fall-back) are of the version that is served
 
+    def enter(self) -> None:
+        """Have the calling thread use the GPU that the weights lie on: hooks and their kernels expect it."""
+        if self._device != "cpu":
+            import torch
+
+            torch.cuda.set_device(self._device)
+
     @property
     def bytes_now(self) -> dict[str, Any]:
         """What is served, by name, not copied: numpy arrays, of a GPU's memory torch tensors, of uint8."""

@@ -9,9 +9,10 @@ made by vLLM.
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fabric_core import FabricError, TransferEngine
@@ -33,11 +34,16 @@ class UpdateFailed(FabricError):
 
 @dataclass(slots=True)
 class _Job:
-    """What the receiver's thread wants the worker's to do."""
+    """What the receiver's thread wants the worker's to do.
+
+    Whoever acquires `claim` decides: the worker, which loads it and says `done`, or the receiver's thread, which gives
+    it up. Afterwards the next update may overwrite the weights, so nobody loads what was given up.
+    """
 
     version: int
     weights: dict[str, Any]
-    done: queue.SimpleQueue[BaseException | None]
+    done: queue.SimpleQueue[BaseException | None] = field(default_factory=queue.SimpleQueue)
+    claim: threading.Lock = field(default_factory=threading.Lock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +61,35 @@ class _Bridge(Hooks):
         self._events = events
         self._patience = patience
         self._weights: dict[str, Any] = {}
+        self._job: _Job | None = None  # that nobody has taken yet
+        self._closed = False
 
     def load(self, name: str, data: Any) -> None:
         self._weights[name] = data
 
     def reset_caches(self, version: int) -> None:
         weights, self._weights = self._weights, {}
-        job = _Job(version, weights, queue.SimpleQueue())
+        self._job = job = _Job(version, weights)
         self._events.put(job)
         try:
-            problem = job.done.get(timeout=self._patience)
+            problem = job.done.get(timeout=0.0 if self._closed else self._patience)
         except queue.Empty:
-            raise UpdateFailed(
-                f"version {version} has come, and no update_weights call waits for it within {self._patience:g} s"
-            ) from None
+            if job.claim.acquire(blocking=False):
+                raise UpdateFailed(
+                    f"version {version} has come, and no update_weights call waits for it within {self._patience:g} s"
+                ) from None
+            problem = job.done.get()  # it is being loaded: until that has ended, nobody may write there
+        finally:
+            self._job = None
         if problem is not None:
             raise UpdateFailed(f"the model did not take version {version}: {problem}") from problem
+
+    def close(self) -> None:
+        """Have nobody wait for a worker that will not come."""
+        self._closed = True
+        job = self._job
+        if job is not None and job.claim.acquire(blocking=False):
+            job.done.put(UpdateFailed("the worker is shut down"))
 
     def resume(self, version: int) -> None:
         self._events.put(_Told(version, True, ""))
@@ -99,8 +118,8 @@ class Session:
         self._engine = engine
         reason = "vLLM loads it"
         table = EngineTable(rank=rank, tensors=(), entries=(), fallback=dict.fromkeys(params, reason))
-        bridge = _Bridge(params, self._events, patience)
-        self.receiver = Receiver(engine, table, {}, controller=controller, hooks=bridge)
+        self._bridge = _Bridge(params, self._events, patience)
+        self.receiver = Receiver(engine, table, {}, controller=controller, hooks=self._bridge)
 
     def apply(self, version: int, timeout: float) -> None:
         """Wait for an update, and load it. Raises UpdateFailed: it was not committed, or has not come in time."""
@@ -111,8 +130,9 @@ class Session:
             except queue.Empty:
                 raise UpdateFailed(f"version {version} has not come within {timeout:g} s") from None
             if isinstance(event, _Job):
+                if not event.claim.acquire(blocking=False):
+                    continue  # it was given up: its memory may be another version's by now
                 problem = self._take(event)
-                event.done.put(problem)
                 if problem is not None:
                     raise UpdateFailed(f"the model did not take version {event.version}: {problem}") from problem
             elif event.committed and event.version >= version:
@@ -121,11 +141,16 @@ class Session:
                 raise UpdateFailed(f"version {version} was not committed: {event.reason}")
 
     def _take(self, job: _Job) -> BaseException | None:
+        """Load it; returns what went wrong. Whatever happens, the receiver's thread hears of it."""
+        problem: BaseException | None = UpdateFailed("loading was interrupted")
         try:
             self._load(self._tensors(job.weights))
+            problem = None
         except Exception as error:
-            return error
-        return None
+            problem = error
+        finally:
+            job.done.put(problem)
+        return problem
 
     def _tensors(self, weights: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         import torch
@@ -139,5 +164,6 @@ class Session:
 
     def close(self) -> None:
         """Leave, and close the engine. Idempotent."""
+        self._bridge.close()
         self.receiver.close()
         self._engine.close()

@@ -78,8 +78,13 @@ class FabricWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
         with torch.device(self.device), torch.no_grad():
             initialize_layerwise_reload(self.model)
-            self.model.load_weights(weights)
-            finalize_layerwise_reload(self.model, self.model_config)
+            try:
+                self.model.load_weights(weights)
+                finalize_layerwise_reload(self.model, self.model_config)
+            except BaseException:
+                _forget_halves(self.model)
+                finalize_layerwise_reload(self.model, self.model_config)
+                raise
             if self.device.type == "cpu":
                 _pack_tied(self.model)
 
@@ -107,6 +112,22 @@ class FabricWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         session, self._session = self._session, None
         if session is not None:
             session.close()
+
+
+def _forget_halves(model: Any) -> None:
+    """Have layers that were not loaded whole get their old tensors back when the reload is finalised.
+
+    Left as they are they would have no memory, and the next reload would count what came for them now as its own: it
+    would take a layer for complete that lacks some of its weights.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import (  # type: ignore[import-not-found]
+        get_layerwise_info,
+    )
+
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.load_numel, info.loaded_weights = 0, []
 
 
 def _pack_tied(model: Any) -> None:

@@ -94,3 +94,21 @@ def test_a_sliding_window_moves_its_last_blocks_only(open_rank: Ranks) -> None:
     settle(p, d)
     assert not d.failed
     same(p, d, [2, 9], [1, 4])
+
+
+def test_latent_vectors_move_by_tokens(open_rank: Ranks) -> None:
+    """Also between blocks of other sizes; what is behind the prompt in its last block stays."""
+    p, d = (
+        open_rank(cache_of(tokens=size, heads=1, content=9, latent=True), role=role)
+        for role, size in (("p", 4), ("d", 8))
+    )
+    fill(p.caches, P_BLOCKS)
+    d.step(loads=[load([p], [7, 1], TOTAL)])
+    p.step(advance(P_BLOCKS, 0, TOTAL, TOTAL))
+    p.step(**held())
+    settle(p, d)
+    assert not d.failed
+    here = np.concatenate([words_of(p.caches)[:, block] for block in P_BLOCKS], axis=2)
+    there = np.concatenate([words_of(d.caches)[:, block] for block in [7, 1]], axis=2)
+    assert np.array_equal(here[:, :, :TOTAL], there[:, :, :TOTAL])
+    assert (there[:, :, TOTAL:] == POISON).all()

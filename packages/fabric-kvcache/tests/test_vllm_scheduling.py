@@ -5,25 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vllm_fakes import Block, FakeBlocks, FakeManager, request, scheduled
+from vllm_fakes import FakeBlocks, request, scheduled
+from vllm_halves import FROM, TO, blocks, half
 
 from fabric_kvcache.vllm.card import Card
-from fabric_kvcache.vllm.options import Options
 from fabric_kvcache.vllm.scheduling import Scheduling
 from fabric_kvcache.vllm.steps import Report
-
-FROM = {"do_remote_prefill": True, "remote_addresses": ["local:p"], "transfer_id": "t"}
-TO = {"do_remote_decode": True, "transfer_id": "t"}
-
-
-def half(*, groups: tuple[int, ...] = (0,), producer: bool = False, consumer: bool = False) -> Scheduling:
-    made = Scheduling(Options(hold=7.0), groups, producer=producer, consumer=consumer)
-    made.bind(FakeManager())
-    return made
-
-
-def blocks(*groups: list[int]) -> FakeBlocks:
-    return FakeBlocks(tuple([Block(number, is_null=number == 0) for number in group] for group in groups))
 
 
 def received(nbytes: int = 5) -> Report:

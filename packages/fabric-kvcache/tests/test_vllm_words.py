@@ -32,6 +32,7 @@ def test_options_have_defaults_and_take_what_they_know() -> None:
         ({"timeout": "5"}, "timeout"),
         ({"port": 70_000}, "port"),
         ({"nics": 9}, "nics"),
+        ({"host": "0.0.0.0"}, "decoders are told to ask there"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_named(extra: dict[str, object], says: str) -> None:

@@ -34,6 +34,9 @@ ENVIRONMENT = {
 }
 
 
+_PATH = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as one:
         return int(one.getsockname()[1])
@@ -51,7 +54,7 @@ class Server:
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(self.port),
             "--host", "127.0.0.1", "--served-model-name", "m", "--dtype", "bfloat16", "--block-size", str(block),
             "--enforce-eager", "--max-model-len", "2304", "--max-num-batched-tokens", "256", "--max-num-seqs", "8",
-            *arguments,
+            "--logits-processors", "vllm_force:Force", *arguments,
         ]  # fmt: skip
         if role:
             command += ["--kv-transfer-config", json.dumps({
@@ -63,7 +66,7 @@ class Server:
                 command,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **ENVIRONMENT},
+                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": _PATH},
                 start_new_session=True,
             )
 
@@ -156,6 +159,30 @@ class Said:
             for top in choice["logprobs"]["top_logprobs"]
         ]
         return cls(list(choice["token_ids"]), likely)
+
+    @classmethod
+    def by_itself(cls, port: int, prompt: list[int], tokens: int = 16) -> Said:
+        """What an engine goes on with that has the KV of all but the last token, and computes that one alone."""
+        status, answer = complete(port, prompt[:-1], tokens + 1, vllm_xargs={"force": prompt[-1]})
+        assert status == 200, answer
+        found = cls.of(answer)
+        assert found.tokens[0] == prompt[-1]
+        return cls(found.tokens[1:], found.likely[1:])
+
+    def apart(self, other: Said) -> float:
+        """Return the greatest difference of a token's log probability, up to where the two part.
+
+        Of a token that only one of them names, it is known that the other finds it no likelier than those it names.
+        """
+        worst = 0.0
+        for mine, yours, here, there in zip(self.tokens, other.tokens, self.likely, other.likely, strict=True):
+            worst = max([worst, *(abs(here[token] - there[token]) for token in here.keys() & there.keys())])
+            for named, others in ((here, there), (there, here)):
+                least = min(others.values())
+                worst = max([worst, *(value - least for token, value in named.items() if token not in others)])
+            if mine != yours:
+                break
+        return worst
 
     def parts(self, other: Said) -> float | None:
         """Return how much likelier each finds its own token, in log probability, where they part; None: nowhere."""

@@ -15,11 +15,21 @@ _COMMON = {
 
 
 def config(kind: str) -> Any:
-    """qwen3: grouped heads; gemma3: sliding windows beside full attention."""
+    """qwen3: grouped heads; gemma3: sliding windows beside full attention; deepseek: latent vectors, and experts."""
     import transformers
 
     if kind == "qwen3":
         return transformers.Qwen3Config(**_COMMON, num_hidden_layers=4)
+    if kind == "deepseek":
+        # vLLM's attention on processors knows latent vectors of 512 and 64 elements only. Its model always has an
+        # output layer of its own: without weights for it, it says what that memory happens to hold.
+        untied = {"num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": False}
+        return transformers.DeepseekV3Config(
+            **{**_COMMON, **untied}, num_hidden_layers=3, first_k_dense_replace=1,
+            kv_lora_rank=512, q_lora_rank=96, qk_rope_head_dim=64, qk_nope_head_dim=64, v_head_dim=64,
+            n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1,
+            moe_intermediate_size=128, topk_method="noaux_tc",
+        )  # fmt: skip
     assert kind == "gemma3", kind
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     return transformers.Gemma3TextConfig(

@@ -5,7 +5,8 @@ derived from shapes, strides and addresses.
 
 Where a token's content is one piece of memory, tokens are what is moved. Elsewhere a block is: the CPU's attention
 keeps the keys of a block transposed, so that nothing smaller means anything. Then a block counts as one token (the
-granule) of a layout whose pages hold one token, and the two sides' blocks must be of one size.
+granule) of a layout whose pages hold one token, and the two sides' blocks must be of one size; or tokens are moved in
+many small pieces, see transposed.py.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fabric_core import ConfigError
 from fabric_kvcache.cache import AttentionGroup, CacheLayout, Group, LatentGroup
 from fabric_kvcache.layout import ITEM_BYTES
 from fabric_kvcache.shard import Shard
+from fabric_kvcache.vllm.transposed import KNOWN, Halves, halves
 
 __all__ = ["Caches", "LayerCache", "describe", "layer_number"]
 
@@ -43,7 +45,7 @@ class Caches:
 
     shard: Shard
     groups: tuple[int, ...]
-    splits: tuple[int, ...]
+    pieces: tuple[tuple[int, tuple[int, ...]], ...]  #: pages that make a block of the table, and which of them are here
     granule: int  #: tokens
     address: int
     nbytes: int
@@ -52,8 +54,8 @@ class Caches:
     def tables(self, blocks: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         """Return the block table of each group of the layout."""
         return [
-            [split * block + piece for block in blocks[group] for piece in range(split)]
-            for group, split in zip(self.groups, self.splits, strict=True)
+            [pages * block + piece for block in blocks[group] for piece in mine]
+            for group, (pages, mine) in zip(self.groups, self.pieces, strict=True)
         ]
 
     def done(self, tokens: int, total: int) -> int:
@@ -73,34 +75,44 @@ def layer_number(name: str) -> int:
     return int(numbers[0])
 
 
-def describe(caches: Sequence[LayerCache], *, tp: int, rank: int, packing: str = "") -> Caches:
+def describe(caches: Sequence[LayerCache], *, tp: int, rank: int, packing: str = "", pieces: str = "blocks") -> Caches:
     """Say where everything lies.
 
     Args:
         caches: of all layers that move, in any order.
         tp, rank: tensor parallelism, and this rank.
         packing: what a block looks like inside if it is not tokens behind tokens; "": it is, and tokens move.
+        pieces: with a packing, "blocks" or "tokens" move.
 
     Raises ConfigError, naming the layer, for what cannot be described.
     """
     if not caches:
         raise ConfigError("the engine has no KV cache that moves")
     sizes = sorted({cache.tensor.shape[2] for cache in caches})
-    if packing and len(sizes) > 1:
+    inside = bool(packing) and pieces == "tokens"
+    if inside and packing != KNOWN:
+        raise ConfigError(f"pieces='tokens' with blocks that are {packing} inside: only {KNOWN} is known; say 'blocks'")
+    if packing and not inside and len(sizes) > 1:
         raise ConfigError(
             f"this engine's groups have blocks of {sizes} tokens, whose inside ({packing}) is not known: only blocks "
             "of one size can be moved; choose another --block-size"
         )
     runs = _runs(sorted(caches, key=lambda cache: (cache.group, cache.tensor.data_ptr())))
     base = min(cache.tensor.data_ptr() for cache in caches)
-    groups: list[Group] = [_group(run, packing) for run in runs]
+    found: list[tuple[Sequence[LayerCache], Halves]] = []
+    for run in runs:
+        if inside:
+            found += [(run, one) for one in halves(run, _common(run, packing, inside=True), tp=tp)]
+        else:
+            split = run[0].split
+            found.append((run, (_group(run, packing), split, tuple(range(split)))))
     shard = Shard(
-        CacheLayout(groups=tuple(groups), tp=tp),
+        CacheLayout(groups=tuple(group for _, (group, _, _) in found), tp=tp),
         tp=rank,
-        pages=tuple(run[0].tensor.shape[0] for run in runs),
-        bases=tuple(run[0].tensor.data_ptr() - base for run in runs),
+        pages=tuple(run[0].tensor.shape[0] * pages // run[0].split for run, (_, pages, _) in found),
+        bases=tuple(run[0].tensor.data_ptr() - base for run, _ in found),
     )
-    _check(shard, runs, base)
+    _check(shard, [run for run, _ in found], base, inside=inside)
     storages = {cache.tensor.untyped_storage().data_ptr(): cache.tensor.untyped_storage() for cache in caches}
     end = base + shard.nbytes
     if len(storages) > 1 or end > (room := next(iter(storages.values()))).data_ptr() + room.nbytes():
@@ -110,9 +122,9 @@ def describe(caches: Sequence[LayerCache], *, tp: int, rank: int, packing: str =
         )
     return Caches(
         shard=shard,
-        groups=tuple(run[0].group for run in runs),
-        splits=tuple(run[0].split for run in runs),
-        granule=sizes[0] if packing else 1,
+        groups=tuple(run[0].group for run, _ in found),
+        pieces=tuple((pages, mine) for _, (_, pages, mine) in found),
+        granule=sizes[0] if packing and not inside else 1,
         address=base,
         nbytes=shard.nbytes,
         layers={cache.name: layer_number(cache.name) for cache in caches},
@@ -151,23 +163,35 @@ def _bytes(cache: LayerCache, axis: int) -> int:
     return int(cache.tensor.stride()[axis] * cache.tensor.element_size())
 
 
+def _by_layer(run: Sequence[LayerCache]) -> bool:
+    """Whether pages come first in its pool, and layers within them."""
+    return len(run) > 1 and run[1].tensor.data_ptr() - run[0].tensor.data_ptr() < _bytes(run[0], 0)
+
+
+def _common(run: Sequence[LayerCache], packing: str, *, inside: bool) -> dict[str, Any]:
+    """What is said of a run's layers in any case. `inside`: tokens move, though blocks are packed."""
+    first = run[0]
+    tokens = int(first.tensor.shape[2])
+    blocks = bool(packing) and not inside
+    return {
+        "layers": tuple(layer_number(cache.name) for cache in run),
+        "content": f"{packing}:{_kind(first.name)}"[:64],
+        "page_tokens": 1 if blocks else tokens,
+        "dtype": _dtype(first.tensor.dtype, first.tensor.element_size()),
+        "window": _window(first.window, tokens) if blocks else first.window,
+    }
+
+
 def _group(run: Sequence[LayerCache], packing: str) -> Group:
     first, tensor = run[0], run[0].tensor
     _blocks, heads, tokens, content = tensor.shape
     item = tensor.element_size()
-    by_layer = len(run) > 1 and run[1].tensor.data_ptr() - tensor.data_ptr() < _bytes(first, 0)
+    by_layer = _by_layer(run)
     # A page of a pool in which pages come first is one layer of a block.
     page_bytes = run[1].tensor.data_ptr() - tensor.data_ptr() if by_layer else _bytes(first, 0)
     outer = "PL" if by_layer else "LP"
-    size, inner = (1, tokens * content) if packing else (tokens, content)
-    common: dict[str, Any] = {
-        "layers": tuple(layer_number(cache.name) for cache in run),
-        "content": f"{packing}:{_kind(first.name)}"[:64],
-        "page_tokens": size,
-        "dtype": _dtype(tensor.dtype, item),
-        "window": _window(first.window, tokens) if packing else first.window,
-        "page_bytes": page_bytes,
-    }
+    inner = tokens * content if packing else content
+    common = {**_common(run, packing, inside=False), "page_bytes": page_bytes}
     wrong = tensor.stride()[3] != 1 or bool(content % (1 if first.latent else 2))
     wrong |= bool(packing) and tensor.stride()[2] != content
     if first.latent:
@@ -207,17 +231,20 @@ def _shape(tensor: Any) -> str:
     return f"shape {tuple(tensor.shape)} with strides {tuple(tensor.stride())}"
 
 
-def _check(shard: Shard, runs: Sequence[Sequence[LayerCache]], base: int) -> None:
+def _check(shard: Shard, runs: Sequence[Sequence[LayerCache]], base: int, *, inside: bool) -> None:
     """Compare where the layout has each layer's blocks and heads with where the tensors have them."""
     for number, run in enumerate(runs):
         field = shard.fields(number)[0]
         for index, cache in enumerate(run):
-            tensor = cache.tensor
-            heads = tensor.shape[1]
-            at = base + field.base + index * field.layer
-            same = at == tensor.data_ptr() and field.page == _bytes(cache, 0) and field.count == heads
-            if not same or (heads > 1 and field.unit != _bytes(cache, 1)):
+            heads = cache.tensor.shape[1]
+            same = base + field.base + index * field.layer == cache.tensor.data_ptr()
+            if inside:  # a page is half a head's part
+                same &= field.page * 2 * heads == _bytes(cache, 0)
+            else:
+                same &= field.page == _bytes(cache, 0) and field.count == heads
+                same &= heads == 1 or field.unit == _bytes(cache, 1)
+            if not same:
                 raise ConfigError(
-                    f"the cache of {cache.name} ({_shape(tensor)}, {heads} of {cache.heads} heads, "
+                    f"the cache of {cache.name} ({_shape(cache.tensor)}, {heads} of {cache.heads} heads, "
                     f"{shard}) does not lie where its layout says: {field}"
                 )

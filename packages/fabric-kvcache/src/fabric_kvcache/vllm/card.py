@@ -1,7 +1,8 @@
 """A prefill engine's card: one JSON object over HTTP that says where its ranks are, and what its cache looks like.
 
 Requests name the card's host and port, because that is what routers know; fabric's addresses hold the incarnation of
-each rank and change with every start. The card is no secret, and nothing can be done with it but ask.
+each rank and change with every start. The card is no secret, and nothing can be done with it but ask. Who has had a
+prompt computed may also say here that nobody will ask for it, with the key that came with the request (waiting.py).
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import msgspec
 
 from fabric_core import BackendError, ConfigError, ProtocolError
 
-__all__ = ["SCHEMA", "Card", "CardServer", "fetch"]
+__all__ = ["DROP", "SCHEMA", "Card", "CardServer", "Drop", "fetch"]
 
 log = logging.getLogger("fabric.kvcache.vllm")
 
 SCHEMA = "fabric.kv.vllm/1"
 PATH = "/fabric/kv"
+DROP = f"{PATH}/drop"
 _MOST = 1 << 20  # bytes of a card
+_MOST_DROP = 4096  # bytes
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
@@ -54,11 +57,29 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
+class Drop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is sent to DROP: a prompt under this id, whose request brought this key, is not asked for any more."""
+
+    transfer_id: _Text
+    drop_key: _Text
+
+
 class CardServer:
     """Serves a card until `close`. Its threads are daemons, and nobody waits for them."""
 
-    def __init__(self, host: str, port: int, make: Callable[[str, int], Card]) -> None:
-        """`make(host, port)`: the card, given the port that was taken (0: any).
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        make: Callable[[str, int], Card],
+        drop: Callable[[str, str], bool] = lambda _id, _key: False,
+    ) -> None:
+        """Serve it at once.
+
+        Args:
+            host, port: where; port 0: any.
+            make: gives the card for the host and the port that was taken.
+            drop: see `Waiting.drop`; called by any thread.
 
         Raises ConfigError: it cannot be bound.
         """
@@ -72,6 +93,7 @@ class CardServer:
         self.port = int(self._server.server_address[1])
         self.card = make(host, self.port)
         self._server.octets = msgspec.json.encode(self.card)
+        self._server.drop = drop
         thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="fabric-kv-card", daemon=True)
         thread.start()
 
@@ -84,14 +106,43 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
     octets = b""
+    drop: Callable[[str, str], bool]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Somebody has left before the answer: nothing that anybody has to hear of."""
+        log.debug("the card was not sent to %s", client_address, exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
     timeout = 10
 
     def do_GET(self) -> None:
-        octets = self.server.octets if self.path == PATH else b""  # type: ignore[attr-defined]
-        self.send_response(200 if octets else 404)
+        assert isinstance(self.server, _Server)
+        found = self.path == PATH
+        self._answer(200 if found else 404, self.server.octets if found else b"")
+
+    def do_POST(self) -> None:
+        """200: it was waiting, and does not any more. 404: nothing waits under that id and key."""
+        assert isinstance(self.server, _Server)
+        length = self.headers.get("Content-Length", "")
+        if self.path != DROP:
+            self._answer(404, b"")
+            return
+        if not length.isdecimal() or int(length) > _MOST_DROP:
+            self._answer(413, b'{"error": "say Content-Length: at most 4096 bytes are read"}')
+            return
+        try:
+            said = msgspec.json.decode(self.rfile.read(int(length)), type=Drop)
+        except (msgspec.MsgspecError, ValueError) as error:
+            self._answer(400, msgspec.json.encode({"error": f"transfer_id and drop_key were expected: {error}"}))
+            return
+        if self.server.drop(said.transfer_id, said.drop_key):
+            self._answer(200, b"{}")
+        else:
+            self._answer(404, b'{"error": "nothing waits under that transfer_id and drop_key"}')
+
+    def _answer(self, status: int, octets: bytes) -> None:
+        self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(octets)))
         self.end_headers()

@@ -181,7 +181,7 @@ class FabricConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 model=str(config.model_config.model)[:4096],
             )
 
-        self._server = CardServer(options.host, port, card)
+        self._server = CardServer(options.host, port, card, self._half.waiting.drop)
         self._half.card = self._server.card
         log.info("the prefiller's card is at http://%s:%d/fabric/kv", options.host, self._server.port)
 
@@ -200,7 +200,8 @@ class FabricConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
         report = meta.report if isinstance(meta, FabricReport) else None
-        self._half.reported(report, set(connector_output.finished_recving or ()))
+        ended, sent = set(connector_output.finished_recving or ()), set(connector_output.finished_sending or ())
+        self._half.reported(report, ended, sent)
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, Any]:
         from vllm.v1.request import RequestStatus  # type: ignore[import-not-found]

@@ -6,7 +6,8 @@ Two ways of asking are understood:
 with which the decode request is to be made (`do_remote_prefill`, `remote_host`, `remote_port`, `remote_request_id`).
 
 *Both at once*, as `fabric kv proxy` does: both requests have the same `transfer_id`, and the decode request says where
-the prefiller's card is. Layers then travel while later ones are computed.
+the prefiller's card is. Layers then travel while later ones are computed. A prefill request may bring a `drop_key`,
+with which it can be said later that nobody will ask for its prompt (waiting.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import msgspec
 
 from fabric_core import BadRange
 
-__all__ = ["Recv", "recv_of", "send_of"]
+__all__ = ["Recv", "key_of", "recv_of", "send_of"]
 
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")  # what vLLM adds to a request's id to make it its own
 
@@ -54,6 +55,16 @@ def send_of(request_id: str, params: dict[str, Any] | None) -> str | None:
     if not params or not params.get("do_remote_decode"):
         return None
     return _id(request_id, params, "transfer_id")
+
+
+def key_of(params: dict[str, Any] | None) -> str:
+    """Return the key of a prefill request, "" for none. Raises BadRange: it is too short to be one, or too long."""
+    key = (params or {}).get("drop_key")
+    if key is None:
+        return ""
+    if not isinstance(key, str) or not 16 <= len(key) <= 128:
+        raise BadRange("kv_transfer_params has a drop_key that is no text of 16 to 128 characters")
+    return key
 
 
 def recv_of(request_id: str, params: dict[str, Any] | None) -> Recv | None:

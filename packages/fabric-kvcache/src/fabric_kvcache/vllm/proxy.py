@@ -1,7 +1,8 @@
 """A proxy before prefill and decode engines: each request goes to one of both kinds at once, under one transfer id.
 
 The prefill engine computes the prompt and one token; its layers travel while it computes. The decode engine's answer is
-passed on byte for byte. If the prefill engine refuses the request, or its client leaves, the other side is cut off too.
+passed on byte for byte. If the prefill engine refuses the request, or its client leaves, the other side is cut off too,
+and the prefill engine is told that nobody will ask for the prompt. Engines that do not answer are left out.
 What one prefill cannot serve (several prompts or choices in a request) goes to a decode engine alone, which computes
 the prompts itself.
 """
@@ -9,7 +10,6 @@ the prompts itself.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import secrets
 from collections.abc import Sequence
@@ -19,27 +19,25 @@ from typing import Any
 
 import msgspec
 
-from fabric_core import FabricError
-from fabric_kvcache.vllm.card import Card, fetch
-from fabric_kvcache.vllm.proxy_http import Backend, HttpError, Request, answer, ask, read_request, status_of
+from fabric_kvcache.vllm.proxy_bodies import error_of, prefill_body, splittable
+from fabric_kvcache.vllm.proxy_engines import PrefillBackend, Turns, drop, ready
+from fabric_kvcache.vllm.proxy_http import (
+    Backend,
+    HttpError,
+    Request,
+    Unreachable,
+    answer,
+    ask,
+    read_request,
+    status_of,
+)
 
 __all__ = ["PrefillBackend", "Proxy"]
 
 log = logging.getLogger("fabric.kvcache.proxy")
 
-_SPLIT = frozenset({"/v1/completions", "/v1/chat/completions"})
 _PIECE = 64 << 10  # bytes
-_CARD_TIMEOUT = 5.0  # seconds
-_ONE_TOKEN = frozenset({"stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens"})
-
-
-@dataclass(slots=True)
-class PrefillBackend:
-    """A prefill engine, and where its card is."""
-
-    at: Backend
-    card_at: tuple[str, int]
-    card: Card | None = None
+_LATE = 5.0  # seconds: how much longer than the decode engine's answer the prefill engine's may take
 
 
 @dataclass(slots=True)
@@ -56,8 +54,9 @@ class Proxy:
     """`serve` it, or give its `handle` to `asyncio.start_server`."""
 
     def __init__(self, prefills: Sequence[PrefillBackend], decodes: Sequence[Backend]) -> None:
-        self._prefills = itertools.cycle(prefills)
-        self._decodes = itertools.cycle(decodes)
+        self._prefills = Turns(prefills)
+        self._decodes = Turns(decodes)
+        self._endings: set[asyncio.Task[None]] = set()  # kept here lest they are collected
         self.counts = Counts()
 
     async def serve(self, host: str, port: int) -> None:
@@ -76,9 +75,13 @@ class Proxy:
         except HttpError as error:
             self.counts.failed += 1
             log.warning("%s", error)
-            await answer(writer, error.status, {"error": {"message": str(error), "type": "fabric_kv_proxy"}})
+            await answer(writer, error.status, error.content)
         except OSError:
             self.counts.left += 1
+        except Exception as error:  # whatever it is, its client must not wait for an answer for ever
+            self.counts.failed += 1
+            log.exception("a request was not served")
+            await answer(writer, 500, {"error": {"message": repr(error), "type": "fabric_kv_proxy"}})
         finally:
             writer.close()
             with suppress(OSError):
@@ -107,38 +110,31 @@ class Proxy:
             await answer(writer, 200, {"split": counts.split, "alone": counts.alone, "failed": counts.failed,
                                        "left": counts.left})  # fmt: skip
             return
-        body = _splittable(request)
+        body = splittable(request)
         if body is None:
             self.counts.alone += request.method == "POST"
-            await self._relay(next(self._decodes), request, request.body, writer)
+            await self._relay(request, request.body, writer)
             return
         self.counts.split += 1
         await self._both(request, body, writer)
 
     async def _both(self, request: Request, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        prefill = next(self._prefills)
-        transfer_id = f"fabric-{secrets.token_hex(12)}"
-        card = await self._card(prefill)
-        first = msgspec.json.encode(_prefill_body(body, transfer_id))
+        prefill, card = await ready(self._prefills)
+        transfer_id, key = f"fabric-{secrets.token_hex(12)}", secrets.token_hex(16)
+        first = msgspec.json.encode(prefill_body(body, transfer_id, key))
         second = msgspec.json.encode({**body, "kv_transfer_params": card.params(transfer_id)})
         asked = asyncio.ensure_future(self._prefill(prefill, request, first))
-        relayed = asyncio.ensure_future(self._relay(next(self._decodes), request, second, writer, asked))
+        relayed = asyncio.ensure_future(self._relay(request, second, writer, asked))
+        well = False
         try:
-            await relayed
-            if not asked.done():  # the answer may be shorter than the way back from the prefill engine
-                await asyncio.wait({asked}, timeout=_CARD_TIMEOUT)
+            well = await relayed == 200
         finally:
-            for task in (asked, relayed):
-                task.cancel()
-            await asyncio.gather(asked, relayed, return_exceptions=True)
-
-    async def _card(self, prefill: PrefillBackend) -> Card:
-        if prefill.card is None:
-            try:
-                prefill.card = await asyncio.to_thread(fetch, *prefill.card_at, _CARD_TIMEOUT)
-            except FabricError as error:
-                raise HttpError(502, str(error)) from None
-        return prefill.card
+            relayed.cancel()
+            await asyncio.gather(relayed, return_exceptions=True)
+            # In a task of its own: a client that has its answer may leave.
+            ending = asyncio.ensure_future(_settle(prefill, asked, well, transfer_id, key))
+            self._endings.add(ending)
+            ending.add_done_callback(self._endings.discard)
 
     async def _prefill(self, prefill: PrefillBackend, request: Request, body: bytes) -> None:
         """Have a prompt computed. Raises HttpError with what the engine says, if it does not."""
@@ -149,43 +145,79 @@ class Proxy:
             finally:
                 writer.close()
         except (HttpError, OSError) as error:
-            prefill.card = None  # when it comes back, it is another one
             raise HttpError(502, f"the prefill engine: {error}") from None
         status = status_of(octets)
         if status != 200:
-            prefill.card = None
-            text = octets.partition(b"\r\n\r\n")[2][:1000].decode(errors="replace")
-            raise HttpError(status, f"the prefill engine at {prefill.at} answers {status}: {text or 'nothing'}")
+            said = octets.partition(b"\r\n\r\n")[2]
+            text = said[:1000].decode(errors="replace") or "nothing"
+            raise HttpError(status, f"the prefill engine at {prefill.at} answers {status}: {text}", error_of(said))
 
     async def _relay(
         self,
-        backend: Backend,
         request: Request,
         body: bytes,
         writer: asyncio.StreamWriter,
         asked: asyncio.Future[None] | None = None,
-    ) -> None:
-        """Pass an answer on. Until its first byte of content, `asked` may end it by an error."""
-        reader, back = await ask(backend, request, body)
+    ) -> int:
+        """Pass an answer on, and return its status. Until its first byte of content, `asked` may end it by an error."""
+        backend, reader, back = await self._decode(request, body)
         try:
-            head = await _unless(reader.readuntil(b"\r\n\r\n"), asked)
-            piece = await _unless(reader.read(_PIECE), asked)
+            try:
+                head = await _unless(reader.readuntil(b"\r\n\r\n"), asked)
+                piece = await _unless(reader.read(_PIECE), asked)
+            except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
+                raise HttpError(502, f"the engine at {backend} has ended its answer before it began") from None
             writer.write(head)
             while piece:
                 writer.write(piece)
                 await writer.drain()
-                piece = await reader.read(_PIECE)
+                piece = await _rest(reader, backend)
             await writer.drain()
-        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            raise HttpError(502, f"the engine at {backend} has ended its answer before it began") from None
         finally:
             back.close()
+        return status_of(head)
+
+    async def _decode(
+        self, request: Request, body: bytes
+    ) -> tuple[Backend, asyncio.StreamReader, asyncio.StreamWriter]:
+        """Ask the next decode engine that can be reached. Raises HttpError."""
+        why: list[str] = []
+        for backend in self._decodes.all():
+            try:
+                return (backend, *await ask(backend, request, body))
+            except Unreachable as error:
+                why.append(str(error))
+        raise HttpError(502, "; ".join(why))
+
+
+async def _settle(
+    prefill: PrefillBackend, asked: asyncio.Future[None], answered: bool, transfer_id: str, key: str
+) -> None:
+    """End what was asked of a prefill engine. `answered`: the decode engine has answered well, and so may it soon."""
+    if answered:
+        await asyncio.wait({asked}, timeout=_LATE)
+    asked.cancel()
+    (how,) = await asyncio.gather(asked, return_exceptions=True)
+    if answered and how is None:
+        prefill.works()
+        return
+    prefill.fails()
+    await drop(prefill, transfer_id, key)  # its decoder may not have asked
 
 
 async def _end_of(reader: asyncio.StreamReader) -> None:
     """Wait until the other side has closed its connection. What it still sends is of no use."""
     while await reader.read(_PIECE):
         pass
+
+
+async def _rest(reader: asyncio.StreamReader, backend: Backend) -> bytes:
+    """Read on. An engine that dies ends its answer too early, which the client sees by its length or last chunk."""
+    try:
+        return await reader.read(_PIECE)
+    except OSError as error:
+        log.warning("the engine at %s has ended its answer too early: %s", backend, error)
+        return b""
 
 
 async def _unless(reading: Any, asked: asyncio.Future[None] | None) -> bytes:
@@ -202,26 +234,3 @@ async def _unless(reading: Any, asked: asyncio.Future[None] | None) -> bytes:
         return found
     finally:
         task.cancel()
-
-
-def _splittable(request: Request) -> dict[str, Any] | None:
-    """Return the body of a request that one prefill can serve; None for any other."""
-    if request.method != "POST" or request.target.partition("?")[0] not in _SPLIT:
-        return None
-    try:
-        body = msgspec.json.decode(request.body)
-    except (msgspec.MsgspecError, ValueError):
-        return None  # the engine says what is wrong with it
-    if not isinstance(body, dict) or body.get("kv_transfer_params"):
-        return None
-    prompt = body.get("prompt")
-    several = isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt)
-    one = all(body.get(key) in {None, 1} for key in ("n", "best_of")) and not body.get("use_beam_search")
-    return body if one and not several and not body.get("echo") and not body.get("prompt_logprobs") else None
-
-
-def _prefill_body(body: dict[str, Any], transfer_id: str) -> dict[str, Any]:
-    kept = {key: value for key, value in body.items() if key not in _ONE_TOKEN}
-    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
-    limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-    return {**kept, limit: 1, "stream": False, "kv_transfer_params": params}

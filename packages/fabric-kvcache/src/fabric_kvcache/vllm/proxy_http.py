@@ -13,7 +13,7 @@ import msgspec
 
 from fabric_core import ConfigError
 
-__all__ = ["Backend", "HttpError", "Request", "answer", "ask", "read_request", "status_of"]
+__all__ = ["Backend", "HttpError", "Request", "Unreachable", "answer", "ask", "read_request", "status_of"]
 
 _MOST_HEAD = 64 << 10  # bytes
 _MOST_BODY = 64 << 20
@@ -22,11 +22,16 @@ _HOP = frozenset({"connection", "keep-alive", "host", "content-length", "transfe
 
 
 class HttpError(Exception):
-    """What the client is told. `status` and a sentence."""
+    """What the client is told: a status, and a sentence or what an engine has said."""
 
-    def __init__(self, status: int, text: str) -> None:
+    def __init__(self, status: int, text: str, content: dict[str, Any] | None = None) -> None:
         super().__init__(text)
         self.status = status
+        self.content = content or {"error": {"message": text, "type": "fabric_kv_proxy"}}
+
+
+class Unreachable(HttpError):
+    """Nobody listens there: another engine may be asked, for nothing was sent."""
 
 
 @dataclass(slots=True)
@@ -90,13 +95,14 @@ async def read_request(reader: asyncio.StreamReader) -> Request | None:
 
 
 async def ask(backend: Backend, request: Request, body: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Send a request with another body; what comes back is read until its end. Raises HttpError: nobody is there."""
+    """Send a request with another body; what comes back is read until its end. Raises HttpError."""
     try:
         reader, writer = await asyncio.wait_for(
             asyncio.open_connection(backend.host, backend.port, limit=_MOST_HEAD), _CONNECT
         )
     except (OSError, TimeoutError) as error:
-        raise HttpError(502, f"the engine at {backend} does not answer: {str(error) or type(error).__name__}") from None
+        why = str(error) or type(error).__name__
+        raise Unreachable(502, f"the engine at {backend} does not answer: {why}; is it up?") from None
     lines = [f"{request.method} {request.target} HTTP/1.1", f"Host: {backend.host}:{backend.port}"]
     lines += [f"{name}: {value}" for name, value in request.headers if name.lower() not in _HOP]
     lines += [f"Content-Length: {len(body)}", "Connection: close", "", ""]

@@ -38,6 +38,7 @@ class _Asked:
     def __init__(self, read: Fetch, host: str, port: int) -> None:
         self.card: Card | None = None
         self.error = ""
+        self.began = time.monotonic()
         self._read, self._at = read, (host, port)
         self.thread = threading.Thread(target=self._run, name="fabric-kv-card", daemon=True)
         self.thread.start()
@@ -45,6 +46,10 @@ class _Asked:
     @property
     def over(self) -> bool:
         return self.card is not None or bool(self.error)
+
+    def is_not(self, engine: str) -> bool:
+        """Whether it is known to be of another incarnation than this one; "": any is right."""
+        return self.card is not None and engine not in {"", self.card.engine}
 
     def _run(self) -> None:
         try:
@@ -123,7 +128,7 @@ class Receives:
             return "it was cancelled"
         addresses = load.want.addresses
         if not addresses:
-            found = self._card(load)
+            found = self._card(prompt)
             if isinstance(found, str):
                 return found
             if found is None:
@@ -147,19 +152,20 @@ class Receives:
             return str(error)
         return None
 
-    def _card(self, load: Load) -> Card | str | None:
+    def _card(self, prompt: _Prompt) -> Card | str | None:
         """Return the card; why there is none; or None: it is being read."""
-        where = load.want.host, load.want.port
+        want = prompt.load.want
+        where = want.host, want.port
         asked = self._cards.get(where)
-        if asked is not None and asked.card is not None and load.want.engine not in {"", asked.card.engine}:
-            asked = None  # it has been started anew since
-        if asked is None:
+        if asked is None or (asked.is_not(want.engine) and asked.began < prompt.began):  # older than the request
             asked = self._cards[where] = _Asked(self._read, *where)
         if not asked.over:
             return None
         if asked.card is None:
             del self._cards[where]
             return asked.error
+        if asked.is_not(want.engine):
+            return f"the prefiller at {want.host}:{want.port} was started anew, and what it had computed is gone"
         return self._objection(asked.card) or asked.card
 
     def _objection(self, card: Card) -> str:
@@ -168,7 +174,7 @@ class Receives:
             return ""
         return (
             f"the prefiller moves {_said(card.granule, card.packing)} and this engine {_said(*mine)}: start both with "
-            "the same --block-size, on processors of one kind"
+            "the same --block-size, or with pieces='tokens', on processors of one kind"
         )
 
     def _take(self, prompt: _Prompt, pending: PendingKv) -> str | None:
@@ -195,4 +201,5 @@ class Receives:
 
 
 def _said(granule: int, packing: str) -> str:
-    return f"blocks of {granule} tokens ({packing})" if packing else "tokens"
+    what = "tokens" if granule == 1 else f"blocks of {granule} tokens"
+    return f"{what} ({packing})" if packing else what

@@ -17,8 +17,9 @@ from typing import Any
 from fabric_core import BadRange
 from fabric_kvcache.vllm.card import Card
 from fabric_kvcache.vllm.options import Options
-from fabric_kvcache.vllm.params import Recv, recv_of, send_of
+from fabric_kvcache.vllm.params import Recv, key_of, recv_of, send_of
 from fabric_kvcache.vllm.steps import Advance, Load, Report, Step
+from fabric_kvcache.vllm.waiting import Waiting
 
 __all__ = ["Scheduling"]
 
@@ -53,6 +54,7 @@ class Scheduling:
         self._totals = Report()  # what was received, of requests that go on
         self._prompts: dict[str, list[int]] = {}  # of what was to be received: tokens, and how many were computed here
         self.card: Card | None = None
+        self.waiting = Waiting()
 
     def bind(self, manager: Any) -> None:
         self._manager = manager
@@ -80,13 +82,14 @@ class Scheduling:
         params = request.kv_transfer_params
         if self._producer and request.request_id not in self._sent:
             try:
-                transfer_id = send_of(request.request_id, params)
+                transfer_id, key = send_of(request.request_id, params), key_of(params)
             except BadRange as error:
                 transfer_id = None
                 log.warning("request %s is not sent: %s", request.request_id, error)
                 params["do_remote_decode"] = False
             if transfer_id is not None:
                 self._sent[request.request_id] = _Sent(transfer_id, request.num_prompt_tokens)
+                self.waiting.add(request.request_id, transfer_id, key)
         if not external:
             return
         want = self._wants(request)
@@ -107,6 +110,7 @@ class Scheduling:
     def step(self, output: Any) -> Step:
         """Return what the workers are told for this step, which `output` schedules."""
         step, self._step = self._step, Step()
+        step.unwanted = self.waiting.take()
         step.preempted = {one for one in output.preempted_req_ids or () if one in self._sent}
         for new in output.scheduled_new_reqs:
             self._computes(new.req_id, new.num_computed_tokens, output)
@@ -147,11 +151,14 @@ class Scheduling:
         copy = tuple(list(one) for one in sent.blocks)  # what is extended in the next step is not this step's
         step.advances.append(Advance(request_id, sent.transfer_id, copy, first, end, sent.total, moved))
 
-    def reported(self, report: Report | None, ended: set[str]) -> None:
-        """Take what the workers say. `ended`: requests whose receiving has ended at every rank, well or not.
+    def reported(self, report: Report | None, ended: set[str], sent: set[str] | frozenset[str] = frozenset()) -> None:
+        """Take what the workers say. `ended`: requests whose receiving has ended at every rank, well or not; `sent`:
+        those from whose blocks nothing is read any more.
 
         It is called before vLLM gives back the blocks of those that have ended badly.
         """
+        for request_id in sent:
+            self.waiting.discard(request_id)
         if report is not None:
             for request_id, count in report.unsafe.items():
                 self._unsafe[request_id] = self._unsafe.get(request_id, 0) + count
@@ -194,6 +201,7 @@ class Scheduling:
         nbytes, writes, seconds = self._totals.received.pop(request_id, (0, 0, 0.0))
         if request_id in self._loading:  # vLLM keeps its blocks until the workers name it
             self._step.cancelled.add(request_id)
+            self.waiting.discard(request_id)
             return False, None
         answer: dict[str, Any] | None = None
         if prompt is not None:

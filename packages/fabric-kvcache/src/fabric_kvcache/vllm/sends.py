@@ -19,6 +19,7 @@ from fabric_core import FabricError, WaitTimeout
 from fabric_kvcache.hook import LayerHook
 from fabric_kvcache.prefiller import Prefiller
 from fabric_kvcache.vllm.caches import Caches
+from fabric_kvcache.vllm.gone import Gone
 from fabric_kvcache.vllm.outgoing import Outgoing
 from fabric_kvcache.vllm.steps import Report, Step
 
@@ -26,8 +27,6 @@ __all__ = ["Sends"]
 
 log = logging.getLogger("fabric.kvcache.vllm")
 
-_GONE = 120.0  # seconds: how long somebody who asks for a prompt that has ended is refused, instead of left waiting
-_MOST_GONE = 4096
 _LONGEST_DRAIN = 10.0  # seconds: what a preemption waits for writes to end
 
 
@@ -48,7 +47,7 @@ class Sends:
         self._caches = caches
         self._drain, self._settle = drain, settle
         self._prompts: dict[str, Outgoing] = {}
-        self._gone: dict[str, tuple[float, str]] = {}  # transfer id -> until when, and why
+        self._gone = Gone(prefiller)
         self._hooks: list[tuple[Outgoing, LayerHook]] = []
         self.report = Report()
 
@@ -80,6 +79,8 @@ class Sends:
         for request_id, (transfer_id, reason) in step.dropped.items():
             prompt = self._prompts.setdefault(request_id, Outgoing.unknown(request_id, transfer_id))
             prompt.finished, prompt.error = True, prompt.error or reason
+        for prompt in (self._prompts[one] for one in step.unwanted & self._prompts.keys()):
+            prompt.until = 0.0 if prompt.finished else prompt.until
 
     def layers(self) -> Callable[[int | None], None]:
         """Return what is to be called with the number of each layer of this step that is in the cache. It never raises.
@@ -110,7 +111,7 @@ class Sends:
         """Take what was asked for, end what has ended, and return the ids of requests whose blocks are free."""
         asked, free = self._prefiller.asked, set[str]()
         withdrawn = self._prefiller.withdrawn if self._prompts else frozenset()
-        self._refuse_gone(asked)
+        self._gone.refuse(asked, {prompt.transfer_id for prompt in self._prompts.values()})
         for prompt in list(self._prompts.values()):
             if prompt.job is None and not prompt.over and prompt.transfer_id in withdrawn:
                 self._failed(prompt, "its decoder has cancelled it")
@@ -120,9 +121,7 @@ class Sends:
             if self._over(prompt) and prompt.finished:
                 free.add(prompt.request_id)
                 del self._prompts[prompt.request_id]
-                self._gone[prompt.transfer_id] = (time.monotonic() + _GONE, prompt.error or "it was sent already")
-        if len(self._gone) > _MOST_GONE:
-            del self._gone[next(iter(self._gone))]
+                self._gone.add(prompt.transfer_id, prompt.error or "it was sent already")
         return free
 
     # ---- one prompt
@@ -207,7 +206,7 @@ class Sends:
         job = prompt.job
         if job is None:
             if not prompt.over and prompt.finished and time.monotonic() > prompt.until:
-                self._failed(prompt, "no decoder has asked for it in time")
+                self._failed(prompt, "no decoder has asked for it in time" if prompt.until else "its client has left")
             return prompt.over or bool(prompt.error)
         if not prompt.error and job.cancelled and not job.whole:
             self._failed(prompt, "its decoder has cancelled it, or is lost")
@@ -229,18 +228,6 @@ class Sends:
         except FabricError as error:
             self._failed(prompt, error)
         return True
-
-    def _refuse_gone(self, asked: frozenset[str]) -> None:
-        now = time.monotonic()
-        for transfer_id in [one for one in asked if one in self._gone]:
-            until, reason = self._gone[transfer_id]
-            if until < now:
-                del self._gone[transfer_id]
-                continue
-            try:
-                self._prefiller.take(transfer_id, 0).abandon(f"the prefill has ended: {reason}", "refused")
-            except FabricError:  # it was cancelled meanwhile
-                pass
 
     def close(self) -> None:
         """Stop what is under way; the prefiller may be closed afterwards."""

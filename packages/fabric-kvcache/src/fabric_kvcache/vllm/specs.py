@@ -42,8 +42,6 @@ def layer_caches(kv_caches: dict[str, Any], cache_config: Any, config: Any) -> l
             if tensor is None:
                 continue
             latent = isinstance(spec, MLAAttentionSpec) or getattr(spec, "head_size_v", 1) == 0
-            if latent and tensor.device.type == "cpu":
-                raise Unsupported(f"the cache of {name} holds latent vectors: on processors its answers were not right")
             window = int(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else 0
             heads = spec.num_kv_heads * tp if tp <= total else total
             split = max(1, int(spec.block_size) // int(tensor.shape[2]))  # its kernel may want smaller blocks
@@ -53,11 +51,11 @@ def layer_caches(kv_caches: dict[str, Any], cache_config: Any, config: Any) -> l
 
 def packing_of(config: Any, caches: list[LayerCache]) -> str:
     """Return what blocks look like inside on a processor, where keys are packed for its instructions; else ""."""
-    first = caches[0].tensor
-    if first.device.type != "cpu":
-        return ""
+    attention = [cache for cache in caches if not cache.latent]
+    if caches[0].tensor.device.type != "cpu" or not attention:
+        return ""  # tokens behind tokens; so are latent vectors everywhere
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # type: ignore[import-not-found]
 
-    head = int(first.shape[3]) // (1 if caches[0].latent else 2)
-    isa = _get_attn_isa(first.dtype, int(first.shape[2]), head, config.cache_config.cache_dtype)
+    first = attention[0].tensor
+    isa = _get_attn_isa(first.dtype, int(first.shape[2]), int(first.shape[3]) // 2, config.cache_config.cache_dtype)
     return f"cpu-{isa}"

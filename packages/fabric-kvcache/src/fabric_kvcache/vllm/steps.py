@@ -48,6 +48,7 @@ class Step:
     held: dict[str, tuple[str, float]] = field(default_factory=dict)  #: finished: transfer id, seconds to be kept
     dropped: dict[str, tuple[str, str]] = field(default_factory=dict)  #: ended otherwise: transfer id, and why
     cancelled: set[str] = field(default_factory=set)
+    unwanted: set[str] = field(default_factory=set)  #: of those held: nobody will ask for them, if nobody has
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from fabric_core import FabricError, TransferEngine
+from fabric_core.config import Settings
 from fabric_kvcache.decoder import Decoder
 from fabric_kvcache.prefiller import Prefiller
 from fabric_kvcache.vllm.caches import Caches, LayerCache, describe
@@ -20,6 +21,10 @@ from fabric_kvcache.vllm.steps import Report, Step
 __all__ = ["Worker"]
 
 log = logging.getLogger("fabric.kvcache.vllm")
+
+# Seconds. On processors the model's process may not answer for longer than fabric's heartbeat of one second allows; and
+# who takes a prefiller for lost loses its requests.
+_HEARTBEAT = 5.0
 
 
 class Worker:
@@ -50,7 +55,7 @@ class Worker:
         Raises ConfigError, Unsupported, BackendError.
         """
         self.packing = packing
-        self.caches: Caches = describe(caches, tp=tp, rank=rank, packing=packing)
+        self.caches: Caches = describe(caches, tp=tp, rank=rank, packing=packing, pieces=options.pieces)
         self._tensors = [cache.tensor for cache in caches]  # they are to outlive the registration
         self._events = LayerEvents() if device != "cpu" else None
         self._step = Step()
@@ -67,7 +72,7 @@ class Worker:
         }
         name = None if options.name is None else f"{options.name}-{rank}"
         with ExitStack() as undo:
-            self.engine = TransferEngine.open(device, options.backend, nics=options.nics, name=name)
+            self.engine = TransferEngine.open(device, settings=_settings(options), name=name)
             undo.callback(self.engine.close)
             if producer:
                 prefiller = Prefiller(self.engine, shard.layout, max_jobs=most, max_waiting=max(64, 4 * most), **common)
@@ -147,6 +152,11 @@ class Worker:
             self._undo.close()
         except FabricError as error:
             log.warning("the KV transfer did not end well: %s", error)
+
+
+def _settings(options: Options) -> Settings:
+    found = Settings.load(backend=options.backend, nics=options.nics, heartbeat=options.heartbeat)
+    return found if found.sources()["heartbeat"] != "default" else found.replace(heartbeat=_HEARTBEAT)
 
 
 def _ignored(_number: int | None) -> None:

@@ -23,13 +23,14 @@ MAKEFLAGS += --no-builtin-rules
 PACKAGES := $(CORE) packages/fabric-ibverbs packages/fabric-efa packages/fabric-kvcache packages/fabric-rlweights packages/fabric-moe
 EDITABLE := $(patsubst %,-e %,$(filter-out packages/fabric-kvcache,$(PACKAGES))) -e 'packages/fabric-kvcache[demo]'
 
-.PHONY: help venv native demo test lint tidy format bench ctest fuzz pytest test-verbs test-vllm coverage planted clean distclean
+.PHONY: help venv native demo test lint tidy format bench ctest fuzz pytest test-verbs test-vllm test-engines coverage planted clean distclean
 
 help:
 	@echo 'make demo | test | lint | bench   what the README speaks of'
 	@echo 'make pytest | ctest               the halves of make test'
 	@echo 'make test-verbs                   fabric-ibverbs on software RDMA NICs in a small virtual machine (root, Debian)'
 	@echo 'make test-vllm                    two vLLM engines on processors, in an environment of its own (3 GB)'
+	@echo 'make test-engines                 against the classes of verl, vLLM (MoE), LMCache and SGLang (1 GB more)'
 	@echo 'make tidy | coverage | planted    clang-tidy; line and branch coverage; planted bugs must be found (docs/reliability.md)'
 	@echo 'make fuzz                         libFuzzer on every decoder in C; FUZZ_RUNS=10000000 for a long run'
 	@echo 'make venv | native | format       prepare .venv; rebuild the C engine if it changed; reformat'
@@ -99,6 +100,20 @@ test-vllm: $(BUILT) $(VLLM_VENV)/.installed
 	[ -e $(VLLM_MODEL)/config.json ] || PYTHONPATH=$(CORE)/src:packages/fabric-kvcache/src $(VLLM_PY) packages/fabric-kvcache/tests/vllm_model.py $(VLLM_MODEL)
 	PYTHONPATH=$(CORE)/src:packages/fabric-kvcache/src:packages/fabric-rlweights/src FABRIC_VLLM_MODEL=$(abspath $(VLLM_MODEL)) \
 	  $(VLLM_PY) -m pytest -o faulthandler_timeout=1200 $(wildcard packages/*/tests/test_vllm_*.py) $(VLLM_ARGS)
+
+# Classes of other engines, beside that environment: their wheels alone, without what they would install, but with what their
+# classes import. One process for each, for two engines in one process are none that anybody has tried. ENGINE_ARGS for pytest.
+ENGINES := build/engines
+ENGINE_WHEELS := verl==0.9.1 ray==2.60.0 tensordict==0.10.0 pyvers omegaconf antlr4-python3-runtime==4.9.3 codetiming msgpack orjson \
+  lmcache==0.5.6 sortedcontainers sglang==0.5.23 ipython traitlets
+$(ENGINES)/.installed: $(VLLM_VENV)/.installed
+	$(VLLM_PY) -m pip install --disable-pip-version-check -q $(PIP_ARGS) --no-deps --upgrade --target $(ENGINES) $(ENGINE_WHEELS)
+	@touch $@
+
+test-engines: $(BUILT) $(ENGINES)/.installed
+	@status=0; for test in $(wildcard packages/*/tests/test_engines_*.py); do \
+	  PYTHONPATH=$(ENGINES):$(CORE)/src:packages/fabric-kvcache/src:packages/fabric-rlweights/src:packages/fabric-moe/src \
+	  $(VLLM_PY) -m pytest $$test $(ENGINE_ARGS) || status=$$?; done; exit $$status
 
 C_STYLED := $(shell find $(PACKAGES) -name '*.[ch]' -not -path '*/build/*' -not -name kernels_ptx.h 2>/dev/null)
 PY_STYLED := packages tests tools $(wildcard examples)

@@ -172,31 +172,28 @@ static void a_sleeper_polls_no_more(void) {
 static void a_worker_trusts_who_has_polled_for_long(void) {
     fab_engine e = {.cfg.hand_over = 1};
     static fab_group g;
-    fab_handed h = {0};
     g.engine = &e;
-    uint64_t now = 50 * MS, most = 0;
-    CHECK(fab_left_to_poller(&g, &h, now) == 0); /* nobody has ever polled */
+    uint64_t now = 50 * MS, most = 0, since = 0;
+    CHECK(fab_left_to_poller(&g, &since, now) == 0); /* nobody has ever polled */
     for (uint64_t begun = now; now < begun + 200 * MS;) {
         g.last_help = now - 1000; /* it goes on and on */
-        g.looks++;
-        uint64_t nap = fab_left_to_poller(&g, &h, now);
+        uint64_t nap = fab_left_to_poller(&g, &since, now);
         CHECK(nap >= MS && nap <= 8 * MS && (nap == MS || nap <= (now - begun) / 8));
         most = nap > most ? nap : most;
         now += nap;
     }
     CHECK(most == 8 * MS);
-    g.last_help = now - 3 * MS; /* since the last look it came again, and not for 3 ms: looked after soon */
-    g.looks++;
-    CHECK(fab_left_to_poller(&g, &h, now) == MS);
-    CHECK(fab_left_to_poller(&g, &h, now + MS) == 0); /* it is gone */
-    g.lock = 1; /* or has been at one step since */
-    CHECK(fab_left_to_poller(&g, &h, now + MS) == MS);
-    CHECK(fab_left_to_poller(&g, &h, now + 20 * MS) == 0);
+    g.lock = 1;
+    CHECK(fab_left_to_poller(&g, &since, now) == 8 * MS); /* at one step for so long */
+    CHECK(fab_left_to_poller(&g, &since, now + 20 * MS) == 0 && !since); /* that is no poller's step any more */
     g.lock = 0;
-    g.last_help = now + 30 * MS; /* back: trusted from the beginning again */
-    CHECK(fab_left_to_poller(&g, &h, now + 30 * MS) == MS && h.since == now + 30 * MS);
+    g.last_help = now + 21 * MS; /* back: trusted from the beginning again */
+    CHECK(fab_left_to_poller(&g, &since, now + 21 * MS) == MS && since == now + 21 * MS);
+    CHECK(fab_left_to_poller(&g, &since, now + 23 * MS) == 0 && !since); /* and gone */
+    g.last_help = now + 30 * MS;
+    CHECK(fab_left_to_poller(&g, &since, now + 30 * MS) == MS);
     g.last_help = 0; /* it waits, and says so */
-    CHECK(fab_left_to_poller(&g, &h, now + 31 * MS) == 0);
+    CHECK(fab_left_to_poller(&g, &since, now + 31 * MS) == 0);
 }
 
 int main(void) {

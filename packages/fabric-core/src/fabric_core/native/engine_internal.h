@@ -227,7 +227,6 @@ struct fab_group {
     _Atomic uint32_t armed;
     _Atomic uint32_t idle; /* sleeping without a tick: whoever adds a deadline kicks */
     _Atomic uint64_t last_help; /* when a poller last looked */
-    _Atomic uint32_t looks; /* of pollers, that have ended */
     _Atomic uint32_t deaf; /* the worker sleeps a while without listening to the NICs: somebody else does its work */
     _Atomic uint32_t turned_away; /* pollers that found the lock taken */
     _Atomic uint32_t stop;
@@ -325,8 +324,9 @@ static inline uint64_t fab_expect_handle(const fab_waiter *x) {
 }
 
 /* of any thread; and of who holds the group's lock, alone in writing them: without a locked instruction */
-#define FAB_COUNT_LOCKED(counter, n)                                                                                       \
-    atomic_store_explicit(&(counter), atomic_load_explicit(&(counter), memory_order_relaxed) + (n), memory_order_relaxed)
+#define FAB_COUNT_LOCKED(counter, n)                                                                \
+    atomic_store_explicit(&(counter), atomic_load_explicit(&(counter), memory_order_relaxed) + (n), \
+                          memory_order_relaxed)
 #define FAB_COUNT(counter, n) atomic_fetch_add_explicit(&(counter), (n), memory_order_relaxed)
 
 /* requests in the ring */
@@ -442,11 +442,7 @@ uint32_t fab_step(fab_group *g, uint64_t now); /* [lock] the loop body */
 uint32_t fab_step_submitted(fab_group *g, uint64_t now); /* [lock] after a submit: without a poll if somebody polls */
 bool fab_group_try(fab_group *g); /* take the lock, or return false at once */
 void fab_group_unlock(fab_group *g); /* and look once more for what came meanwhile */
-typedef struct fab_handed { /* what a worker knows of who polls */
-    uint32_t looks; /* the poller's, when the worker last looked */
-    uint64_t since; /* when it found it at work first; 0: nobody is */
-} fab_handed;
-uint64_t fab_left_to_poller(const fab_group *g, fab_handed *h, uint64_t now); /* ns to sleep; 0: nobody polls */
+uint64_t fab_left_to_poller(const fab_group *g, uint64_t *since, uint64_t now); /* ns to sleep; 0: nobody polls */
 uint32_t fab_group_help(fab_group *g, bool polling); /* step once if nobody else does */
 bool fab_group_arm(fab_group *g); /* false: something happened, do not sleep */
 void fab_group_kick(fab_group *g); /* wake the worker if it sleeps */

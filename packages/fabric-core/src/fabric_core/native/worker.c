@@ -208,7 +208,8 @@ uint32_t fab_group_help(fab_group *g, bool polling) {
     /* More to post: go on for a while, which is cheaper than being called again. Not for long: the GIL may be held. */
     while (did && !fab_list_empty(&g->active) && fab_time(g->engine) - now < HELP_NS)
         if (!fab_step(g, fab_time(g->engine))) break;
-    if (polling) FAB_COUNT_LOCKED(g->looks, 1); /* a step may copy for milliseconds: the poller is still there */
+    if (polling && g->engine->cfg.hand_over) /* a step may copy for milliseconds: the poller is still there */
+        atomic_store_explicit(&g->last_help, fab_time(g->engine), memory_order_relaxed);
     fab_group_unlock(g);
     return did;
 }
@@ -281,19 +282,16 @@ static void pin(const fab_group *g) {
 
 /* On few cores, how long to leave the work to a thread that polls: it looked a moment ago, or is just at it. Its worker
  * would only take the lock from it, and then the core, while it spins for the lock. Returns 0 if nobody polls. The longer
- * somebody has, the later the worker looks again: waking it costs the poller its core for some microseconds. */
-uint64_t fab_left_to_poller(const fab_group *g, fab_handed *h, uint64_t now) {
+ * somebody has (`since`: from when on), the later the worker looks again: to wake it costs the poller its core. */
+uint64_t fab_left_to_poller(const fab_group *g, uint64_t *since, uint64_t now) {
     if (!g->engine->cfg.hand_over) return 0;
     uint64_t last = atomic_load_explicit(&g->last_help, memory_order_relaxed), age = now > last ? now - last : 0;
-    uint32_t looks = atomic_load_explicit(&g->looks, memory_order_relaxed);
-    bool at_work = looks != h->looks || atomic_load_explicit(&g->lock, memory_order_relaxed);
-    h->looks = looks;
-    if (age >= HANDED_OVER_NS) {
-        h->since = 0;
-        return age < POLLER_GONE_NS && at_work ? HANDED_OVER_NS : 0;
+    if (age >= HANDED_OVER_NS && !(age < POLLER_GONE_NS && atomic_load_explicit(&g->lock, memory_order_relaxed))) {
+        *since = 0;
+        return 0;
     }
-    if (!h->since) h->since = now;
-    uint64_t nap = (now - h->since) / 8;
+    if (!*since) *since = now;
+    uint64_t nap = (now - *since) / 8;
     return nap < HANDED_OVER_NS ? HANDED_OVER_NS : nap < HANDED_OVER_MOST_NS ? nap : HANDED_OVER_MOST_NS;
 }
 
@@ -313,11 +311,11 @@ void *fab_worker_main(void *arg) {
     if (rc) return NULL;
     uint64_t idle_since = fab_now();
     uint32_t turned_away = 0;
-    fab_handed left = {0};
+    uint64_t polled_since = 0;
     while (!atomic_load_explicit(&g->stop, memory_order_acquire)) {
         uint64_t now = fab_now();
         uint32_t did = 0;
-        uint64_t nap = fab_left_to_poller(g, &left, now);
+        uint64_t nap = fab_left_to_poller(g, &polled_since, now);
         if (nap) {
             sleep_until_something(g, nap);
             idle_since = fab_now();

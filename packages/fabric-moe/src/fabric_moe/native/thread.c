@@ -28,10 +28,10 @@ static void wake(void) {
         syscall(SYS_futex, &proxy.rings, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
 }
 
-void moe_ring(void *arg) {
-    moe_bell *bell = arg;
-    atomic_store_explicit(&bell->rung, 1, memory_order_release);
-    if (atomic_load_explicit(&bell->attended, memory_order_relaxed)) return;
+void moe_ring(void *bell) {
+    moe_bell *b = bell;
+    atomic_store_explicit(&b->rung, 1, memory_order_release);
+    if (atomic_load_explicit(&b->attended, memory_order_relaxed)) return;
     atomic_fetch_add_explicit(&proxy.rings, 1, memory_order_seq_cst);
     /* a helper says that it leaves and then looks at the rings once more: one sees the other */
     if (!atomic_load_explicit(&proxy.helpers, memory_order_seq_cst)) wake();

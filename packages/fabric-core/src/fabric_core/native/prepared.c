@@ -23,8 +23,9 @@ static void refuse(fab_prepared *p, int32_t why) {
 }
 
 static void once(fab_prepared *p) {
+    /* counted first: whoever sees the transfer's end finds it counted */
+    atomic_fetch_add_explicit(&p->count, 1, memory_order_relaxed);
     int64_t h = fab_kept_submit(p->e, &p->kept);
-    atomic_fetch_add_explicit(&p->count, 1, memory_order_relaxed); /* a count */
     if (h > 0) fab_transfer_release(p->e, (uint64_t)h);
     else refuse(p, (int32_t)h);
 }

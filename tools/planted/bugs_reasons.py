@@ -20,8 +20,8 @@ REASONS = (
         "C1",
         "recv.c",
         edit(
-            "    FAB_COUNT(g->stats.recvs, 1);\n",
-            "    FAB_COUNT(g->stats.recvs, 1);\n    static unsigned lost;\n"
+            "    FAB_COUNT_LOCKED(g->stats.recvs, 1);\n",
+            "    FAB_COUNT_LOCKED(g->stats.recvs, 1);\n    static unsigned lost;\n"
             "    if (++lost % 16 == 0) {\n        fab_list_append(&g->unposted, &r->link);\n        return;\n    }\n",
         ),
         "a received message is put back as if its buffer were empty",

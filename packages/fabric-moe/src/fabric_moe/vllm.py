@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk  # type: ignore[import-not-found]
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (  # type: ignore[import-not-found]
     TopKWeightAndReduceDelegate,
@@ -26,6 +25,9 @@ from fabric_moe.deepep_parts import Groups, in_bytes
 from fabric_moe.errors import StepError
 from fabric_moe.group import MoeGroup
 from fabric_moe.meet import Board
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["FabricBatchedPrepareAndFinalize", "FabricPrepareAndFinalize"]
 
@@ -85,7 +87,7 @@ class _Fabric(mk.FusedMoEPrepareAndFinalizeModular, Groups):  # type: ignore[mis
         kind = str(a1.dtype).removeprefix("torch.")
         group = self._group(num_experts, topk_ids.shape[1], x, scales, self._max_tokens, out=kind)
         self._must_be_linear(group, expert_map)
-        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+        weights = topk_weights.new_ones(topk_weights.shape) if apply_router_weight_on_input else topk_weights
         step = group.dispatch_send(x, topk_ids.long(), weights.float(), scales=in_bytes(scales))
         under_way = self._under_way[dbo_current_ubatch_id()] = _Step(group, step, scales)
         received: list[Any] = []
@@ -131,7 +133,7 @@ class _Fabric(mk.FusedMoEPrepareAndFinalizeModular, Groups):  # type: ignore[mis
         if expert_map is None:
             return
         ours = group.config.experts_of(self.rank)
-        held = torch.nonzero(expert_map >= 0).flatten().tolist()
+        held = (expert_map >= 0).nonzero().flatten().tolist()
         if held != list(ours):
             raise ConfigError(
                 f"rank {self.rank} holds experts {held[:4]}... by vLLM's map, {ours} here: use the linear placement "
@@ -184,6 +186,8 @@ class FabricPrepareAndFinalize(_Fabric):
         return None
 
     def _rows(self, under_way: _Step, received: Any, num_experts: int) -> Any:
+        import torch
+
         view = under_way.view = received.compact()
         local = torch.from_numpy(view.local_ids).long()
         ours = under_way.group.config.experts_of(self.rank)
@@ -194,6 +198,8 @@ class FabricPrepareAndFinalize(_Fabric):
         return view.tensor(), _scales(view, under_way.scales), _counts(view), ids, weights
 
     def _return(self, under_way: _Step, y: Any, topk_weights: Any, topk_ids: Any, on_input: bool, reduce: Any) -> None:
+        import torch
+
         view = under_way.view
         if view.rows and isinstance(reduce, TopKWeightAndReduceDelegate):
             # What kernels leave in the places of experts that are not here may be anything, NaN too.
@@ -239,9 +245,13 @@ def _scales(view: Any, sent: Any) -> Any:
         return None
     if not view.rows:
         return sent[:0]
+    import torch
+
     return torch.from_numpy(view.scales).reshape(view.rows, -1).view(sent.dtype).reshape(*view.shape, -1)
 
 
 def _counts(view: Any) -> Any:
+    import torch
+
     counts = torch.from_numpy(view.counts).int()
     return mk.ExpertTokensMetadata(expert_num_tokens=counts, expert_num_tokens_cpu=counts)

@@ -2,24 +2,10 @@
 #ifndef VERBS_BARE_H
 #define VERBS_BARE_H
 
+#include "measure.h"
 #include "verbs_int.h"
 
 #include <stdio.h>
-
-static inline void die(const char *what, long rc) {
-    fprintf(stderr, "%s: %ld\n", what, rc);
-    exit(1);
-}
-
-static inline int by_value(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static inline double median(double *v, uint32_t n) {
-    qsort(v, n, sizeof *v, by_value);
-    return v[n / 2];
-}
 
 typedef struct bare_where { /* what the other end must know */
     union ibv_gid gid;

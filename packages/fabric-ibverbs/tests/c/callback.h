@@ -1,8 +1,9 @@
-/* What a callback costs by itself, without a NIC; and what the programs that measure share. */
+/* What a callback costs by itself, without a NIC. */
 #ifndef VERBS_CALLBACK_H
 #define VERBS_CALLBACK_H
 
 #include "fabric/engine.h"
+#include "measure.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -17,21 +18,6 @@ static inline double now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
-}
-
-static inline void die(const char *what, long rc) {
-    fprintf(stderr, "%s: %ld\n", what, rc);
-    exit(1);
-}
-
-static inline int by_value(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static inline double median(double *v, uint32_t n) {
-    qsort(v, n, sizeof *v, by_value);
-    return v[n / 2];
 }
 
 static _Atomic uint32_t called;

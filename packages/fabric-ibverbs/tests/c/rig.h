@@ -5,6 +5,7 @@
 #include "cdef_verbs.h"
 #include "fabric/domain.h"
 #include "fabric/engine.h"
+#include "measure.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,11 +20,6 @@ static inline uint64_t now_ns(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
-}
-
-static inline void die(const char *what, long rc) {
-    fprintf(stderr, "%s: %ld\n", what, rc);
-    exit(1);
 }
 
 /* The GID argument of a program: an index, or "auto": each device's RoCE v2 GID with an IPv4 address. An interface that lost its

@@ -12,14 +12,7 @@
 #include <string.h>
 
 #include "fabric/engine.h"
-
-#define CHECK(cond)                                                    \
-    do {                                                               \
-        if (!(cond)) {                                                 \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #cond); \
-            abort();                                                   \
-        }                                                              \
-    } while (0)
+#include "moe_check.h"
 
 enum { MOST_RANKS = 8, IMMS = 4096, WAITERS = 1 << 16 };
 

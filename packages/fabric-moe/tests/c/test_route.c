@@ -6,14 +6,7 @@
 #include <string.h>
 
 #include "cdef_moe.h"
-
-#define CHECK(cond)                                                    \
-    do {                                                               \
-        if (!(cond)) {                                                 \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #cond); \
-            abort();                                                   \
-        }                                                              \
-    } while (0)
+#include "moe_check.h"
 
 static uint32_t state;
 

@@ -49,14 +49,16 @@ def without_pictures() -> None:
 class Pool:
     """One rank's KV: keys and values of each layer, or latents; [pages, PAGE, heads, DIM] of two bytes."""
 
-    def __init__(self, salt: int, heads: int, mla: bool = False) -> None:
+    def __init__(self, salt: int, heads: int, mla: bool = False, window: bool = False) -> None:
         dice = np.random.default_rng(salt)
         width = 2 * DIM * (1 if mla else heads)
         self.kv = [dice.integers(0, 256, (PAGES, PAGE, width), np.uint8) for _ in range(LAYERS * (1 if mla else 2))]
         self.aux = dice.integers(0, 256, (8, AUX), np.uint8)
+        #: keys and values of two layers with a sliding window, whose pages are numbered by themselves
+        self.window = [dice.integers(0, 256, (PAGES, PAGE, width), np.uint8) for _ in range(4)] if window else []
 
     def args(self, rank: int, heads: int) -> Any:
-        from sglang.srt.disaggregation.base.conn import KVArgs  # type: ignore[import-not-found]
+        from sglang.srt.disaggregation.base.conn import KVArgs, StateType  # type: ignore[import-not-found]
 
         found = KVArgs()
         found.engine_rank, found.gpu_id, found.ib_device = rank, 0, ""
@@ -73,6 +75,12 @@ class Pool:
             "state_slice_outer_counts", "state_conv_shard_groups",
         ):  # fmt: skip
             setattr(found, name, [])
+        if self.window:
+            found.state_types = [StateType.SWA]
+            found.state_data_ptrs = [[int(x.ctypes.data) for x in self.window]]
+            found.state_data_lens = [[x.nbytes for x in self.window]]
+            found.state_item_lens = [[x.nbytes // PAGES for x in self.window]]
+            found.state_layer_ids = [[]]
         found.is_hybrid_mla_backend, found.swa_kv_cache_layout = False, None
         found.kv_head_num, found.total_kv_head_num, found.page_size = heads, HEADS, PAGE
         found.system_dp_rank, found.rust_http_port, found.pp_rank = 0, None, 0
@@ -103,7 +111,7 @@ def manager(mode: str, pool: Pool, *, tp: int = 1, rank: int = 0, mla: bool = Fa
 
 
 def wait(call: Any, wanted: int, what: str) -> None:
-    """Poll until it is so."""
+    """Poll until it is so. 0 is SGLang's word for a failure."""
     end = time.monotonic() + LIMIT
     while (found := call()) != wanted:
         assert time.monotonic() < end, f"{what}: {found}, not {wanted}"

@@ -61,14 +61,14 @@ class World:
         self.managers.append(manager(mode, pool, **more))
         return self.managers[-1]
 
-    def receive(self, decode: Any, room: int) -> Any:
+    def receive(self, decode: Any, room: int, state: Any = ()) -> Any:
         """A receiver that has told the prefill side where its pages are."""
         end = time.monotonic() + LIMIT
         while not decode.try_ensure_parallel_info(self.address):
             assert time.monotonic() < end
         receiver = self.receiver(decode, self.address, room)
         receiver.init(0)
-        receiver.send_metadata(TARGET, aux_index=6, state_indices=[])
+        receiver.send_metadata(TARGET, aux_index=6, state_indices=list(state))
         return receiver
 
     def send(self, prefill: Any, room: int) -> Any:
@@ -117,6 +117,7 @@ def test_pages_go_chunk_by_chunk(world: World, mla: bool) -> None:
     ours, theirs = Pool(1, HEADS, mla), Pool(2, HEADS, mla)
     before = [x.copy() for x in theirs.kv]
     prefill, decode = world.make("prefill", ours, mla=mla), world.make("decode", theirs, mla=mla)
+    assert prefill.engine.engine.settings.heartbeat == 5.0
     sender = world.send(prefill, 7)
     receiver = world.receive(decode, 7)
     wait(sender.poll, READY, "sender")
@@ -163,6 +164,22 @@ def test_two_prefill_ranks_to_one_decode_rank(world: World) -> None:
     assert np.array_equal(theirs.kv[0][others], before[others])
 
 
+def test_pages_of_a_sliding_window_go_along(world: World) -> None:
+    """SGLang's state pools: other pages than those of the layers that see everything."""
+    ours, theirs = Pool(1, HEADS, window=True), Pool(2, HEADS, window=True)
+    before = [x.copy() for x in theirs.window]
+    prefill, decode = world.make("prefill", ours), world.make("decode", theirs)
+    sender = world.send(prefill, 13)
+    receiver = world.receive(decode, 13, [[7, 31]])
+    wait(sender.poll, READY, "sender")
+    sender.send(SOURCE, [[4, 39]])
+    wait(sender.poll, DONE, "sender")
+    wait(receiver.poll, DONE, "receiver")
+    for a, b, old in zip(ours.window, theirs.window, before, strict=True):
+        old[[7, 31]] = a[[4, 39]]
+        assert np.array_equal(b, old)
+
+
 def test_an_abort_is_answered_before_pages_are_used_again(world: World) -> None:
     theirs = Pool(2, HEADS)
     before = theirs.kv[0].copy()
@@ -173,7 +190,7 @@ def test_an_abort_is_answered_before_pages_are_used_again(world: World) -> None:
     receiver.abort()
     wait(sender.poll, FAILED, "sender")
     assert decode.enable_deferred_decode_kv_release
-    wait(lambda: int(decode.is_abort_release_safe(10, 1)), 1, "the answer")
+    wait(lambda: decode.is_abort_release_safe(10, 1) or None, True, "the answer")
     sender.send(SOURCE)
     with pytest.raises(Exception, match="Aborted by AbortReq"):
         receiver.failure_exception()

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from fabric_core import BadRange, ConfigError, NetAddr, TransferEngine
-from fabric_kvcache.lmcache.reads import Ended, Read, Reads
+from fabric_kvcache.lmcache.answers import Ended, Read
+from fabric_kvcache.lmcache.reads import Reads
 
 SIZE = 1 << 20
 LIMIT = 60.0  # seconds: the longest that anything may take which is meant to work
@@ -153,7 +154,7 @@ def test_times_that_make_no_sense(timeout: Any) -> None:
 )  # fmt: skip
 def test_questions_of_a_stranger_do_no_harm(change: dict[str, Any]) -> None:
     with two() as (us, peer):
-        word = Read(str(us.address), 0, 0, us.reads._desc, 5, 1.0, [0], [0], [8])
+        word = Read(str(us.address), 0, 0, us.reads.rights.of(peer.address).desc, 5, 1.0, [0], [0], [8])
         before = us.bytes.copy()
         us.engine.submit_send(peer.address, msgspec.msgpack.encode(msgspec.structs.replace(word, **change))).wait(LIMIT)
         us.engine.submit_send(peer.address, b"\xff\x00rubbish").wait(LIMIT)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm.model_executor.layers.fused_moe.modular_kernel", reason="make test-engines runs it")
 
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk  # type: ignore[import-not-found]  # noqa: E402
-from vllm_moe_rank import EXPERTS, RANKS, BatchedExperts, Layer, RowExperts, map_of, run  # noqa: E402
+from vllm_moe_rank import EXPERTS, RANKS, BatchedExperts, Layer, RowExperts, held, map_of, run  # noqa: E402
 
 from fabric_core import ConfigError, TransferEngine, Unsupported  # noqa: E402
-from fabric_moe import StepError, Table  # noqa: E402
+from fabric_moe import StepError, Table, vllm_quant  # noqa: E402
 from fabric_moe import vllm as adapter  # noqa: E402
 
 MOST = 9
@@ -68,6 +69,14 @@ def opened() -> Iterator[Open]:
         world.close()
 
 
+def some_quant(**changes: Any) -> Any:
+    """What vLLM's classes ask of a FusedMoEQuantConfig: fp8 rows, quantised after they came."""
+    usual = {"is_block_quantized": False, "quant_dtype": torch.float8_e4m3fn, "a1_scale": None, "a1_gscale": None}
+    return SimpleNamespace(
+        **{**usual, "per_act_token_quant": False, "block_shape": None, "is_scale_swizzled": True, **changes}
+    )
+
+
 def close_to(found: Any, wanted: Any) -> bool:
     """Three roundings to the layer's type: of what an expert made, of a rank's sum, of the sum over ranks."""
     eps = torch.finfo(found.dtype).eps
@@ -86,6 +95,29 @@ def test_two_ranks_make_what_a_dense_layer_makes(opened: Open, batched: bool, re
             assert found[r].dtype == kind
             assert close_to(found[r], world.layer.dense(x, ids, weights)), (step, r)
     assert all(experts.rows for experts in world.experts)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_tokens_in_any_layout_and_ids_that_are_none(opened: Open, batched: bool) -> None:
+    """vLLM's output has its input's layout; -1 is no expert; and the pair is as good as new after each."""
+    world = opened(batched, torch.float32)
+    given = [world.layer.tokens(r, 5) for r in range(RANKS)]
+
+    def turned(x: Any) -> Any:
+        return x.t().contiguous().t()
+
+    def every_second(x: Any) -> Any:
+        return torch.stack([x, x], 2)[:, :, 0]
+
+    for laid in (turned, every_second, turned):
+        found = world.on_all(
+            lambda r, laid=laid: run(world.kernels[r], world.layer, r, laid(given[r][0]), *given[r][1:])
+        )  # type: ignore[misc]
+        assert all(close_to(found[r], world.layer.dense(*given[r])) for r in range(RANKS)), laid.__name__
+    none = [torch.where(torch.arange(ids.shape[1]) == 1, -1, ids) for _, ids, _ in given]
+    found = world.on_all(lambda r: run(world.kernels[r], world.layer, r, given[r][0], none[r], given[r][2]))
+    for r, (x, _, weights) in enumerate(given):
+        assert close_to(found[r], world.layer.dense(x, none[r].clamp(min=0), torch.where(none[r] < 0, 0.0, weights)))
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -113,11 +145,10 @@ def test_block_scales_travel_with_their_tokens(opened: Open, monkeypatch: pytest
     def halves(rows: Any, scale: Any, **more: Any) -> Any:
         return rows.to(torch.float8_e4m3fn), rows[:, :2].float()
 
-    monkeypatch.setattr(adapter, "moe_kernel_quantize_input", halves)
+    monkeypatch.setattr(vllm_quant, "moe_kernel_quantize_input", halves)
     world = opened(False, torch.bfloat16)
     given = [world.layer.tokens(r, 5) for r in range(RANKS)]
-    quant: Any = type("Quant", (), {"is_block_quantized": True, "quant_dtype": torch.float8_e4m3fn, "a1_scale": None})()
-    quant.per_act_token_quant, quant.block_shape = False, [128, 128]
+    quant = some_quant(is_block_quantized=True, block_shape=[128, 128])
 
     def prepare(r: int) -> Any:
         x, ids, weights = given[r]
@@ -130,6 +161,51 @@ def test_block_scales_travel_with_their_tokens(opened: Open, monkeypatch: pytest
             at = (sent[:, :2].float() == scale).all(1).nonzero().flatten().tolist()
             assert len(at) == 1
             assert torch.equal(row.view(torch.uint8), sent[at[0]].to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+@pytest.mark.parametrize(("per_token", "shape"), [(True, (MOST * RANKS, 1)), (False, (1, 1))])
+def test_scales_of_batched_rows_have_their_experts_dimension(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, per_token: bool, shape: tuple[int, int]
+) -> None:
+    """Rows that are quantised after they came: vLLM's batched experts take scales of three dimensions only."""
+
+    def stand_in(rows: Any, scale: Any, **more: Any) -> Any:
+        return rows.to(torch.float8_e4m3fn), rows[:, :1].float() if per_token else torch.full((1,), 2.0)
+
+    monkeypatch.setattr(vllm_quant, "moe_kernel_quantize_input", stand_in)
+    world = opened(True, torch.bfloat16)
+    given = [world.layer.tokens(r, 5) for r in range(RANKS)]
+    quant = some_quant(per_act_token_quant=per_token)
+
+    def prepare(r: int) -> Any:
+        x, ids, weights = given[r]
+        return world.pairs[r].prepare(x, weights, ids, EXPERTS, map_of(r), False, quant, False)
+
+    for r, (rows, scales, *_) in enumerate(world.on_all(prepare)):
+        assert scales.shape == (len(held(r)), *shape)
+        if per_token:
+            assert torch.equal(scales[..., 0].to(torch.float8_e4m3fn).float(), rows[..., 0].float())
+
+
+def test_numbers_of_four_bits_get_the_scale_of_the_tensor(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[tuple[Any, Any]] = []
+
+    def stand_in(rows: Any, scale: Any, **more: Any) -> Any:
+        heard.append((scale, more["is_scale_swizzled"]))
+        return rows[:, ::2].to(torch.uint8), rows[:, :2].float()
+
+    monkeypatch.setattr(vllm_quant, "moe_kernel_quantize_input", stand_in)
+    world = opened(False, torch.bfloat16)
+    given = [world.layer.tokens(r, 5) for r in range(RANKS)]
+    quant = some_quant(quant_dtype="nvfp4", a1_scale="of the type", a1_gscale="of the tensor", is_scale_swizzled=False)
+
+    def prepare(r: int) -> Any:
+        x, ids, weights = given[r]
+        return world.pairs[r].prepare(x, weights, ids, EXPERTS, map_of(r), False, quant, False)
+
+    for rows, scales, *_ in world.on_all(prepare):
+        assert len(rows) == len(scales)
+    assert heard == [("of the tensor", False)] * RANKS
 
 
 def test_dispatch_is_under_way_before_anybody_waits(opened: Open) -> None:

@@ -19,12 +19,13 @@ pytest.importorskip("verl.checkpoint_engine", reason="make test-engines runs it"
 sys.path.append(str(Path(__file__).parent))  # pytest's importlib mode does not find its neighbours by itself
 
 import verl_rank  # noqa: E402
-from stream_world import some_weights  # noqa: E402
+from stream_world import a_world, same, some_weights  # noqa: E402
 from verl.checkpoint_engine import (  # type: ignore[import-not-found]  # noqa: E402
     CheckpointEngine,
     CheckpointEngineRegistry,
 )
 
+from fabric_rlweights.stream import receive  # noqa: E402
 from fabric_rlweights.verl import FabricCheckpointEngine  # noqa: E402
 
 LIMIT = 100.0  # seconds: the longest that anything may take which is meant to work
@@ -118,6 +119,18 @@ def test_a_rollout_that_dies_is_named_and_ends_it(workers: Workers) -> None:
     workers.call([("finalize", None)] * 3)
     workers.rollouts.append(Rank(False))  # and the next update, with another one in its place, is right
     assert workers.update(3)[2:] == [9, 9]
+
+
+def test_tensors_may_be_kept_as_verl_keeps_them() -> None:
+    """verl's adapter for SGLang collects tensors over several of our buckets: it copies those that are views."""
+    buckets = pytest.importorskip("verl.workers.rollout.sglang_rollout.utils").get_named_tensor_buckets
+    weights = some_weights(4) * 4
+
+    async def keeps(member: Any) -> list[tuple[str, Any]]:
+        return [pair async for bucket in buckets(receive(member), 1 << 30) for pair in bucket]
+
+    with a_world(1, 1) as world:
+        assert same(world.update([weights], keeps)[1], weights)
 
 
 def test_it_is_verls_own_class() -> None:

@@ -32,6 +32,11 @@ class PeerWatch:
         if on_lost is not None and error is not None and not isinstance(error, Cancelled):
             on_lost(error)
 
+    @property
+    def open(self) -> bool:
+        """Whether `on_lost` may still be called."""
+        return self._imm is not None
+
     def close(self) -> None:
         """Idempotent."""
         imm, self._imm, self._on_lost = self._imm, None, None

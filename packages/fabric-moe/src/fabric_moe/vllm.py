@@ -17,7 +17,6 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk  # type: ignore
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (  # type: ignore[import-not-found]
     TopKWeightAndReduceDelegate,
 )
-from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input  # type: ignore[import-not-found]
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id  # type: ignore[import-not-found]
 
 from fabric_core import BadRange, ConfigError, TransferEngine, Unsupported
@@ -25,6 +24,7 @@ from fabric_moe.deepep_parts import Groups, in_bytes
 from fabric_moe.errors import StepError
 from fabric_moe.group import MoeGroup
 from fabric_moe.meet import Board
+from fabric_moe.vllm_quant import quantised, quantised_rows, scales_that_came
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +83,7 @@ class _Fabric(mk.FusedMoEPrepareAndFinalizeModular, Groups):  # type: ignore[mis
                 raise Unsupported(f"apply_router_weight_on_input with top-{topk_ids.shape[1]}: top-1 only")
             a1 = a1 * topk_weights.to(a1.dtype)
         early = quant_config.is_block_quantized and not defer_input_quant
-        x, scales = self._quantised(a1, quant_config) if early else (a1, None)
+        x, scales = quantised(a1, quant_config, sent=True) if early else (a1, None)
         kind = str(a1.dtype).removeprefix("torch.")
         group = self._group(num_experts, topk_ids.shape[1], x, scales, self._max_tokens, out=kind)
         self._must_be_linear(group, expert_map)
@@ -100,8 +100,7 @@ class _Fabric(mk.FusedMoEPrepareAndFinalizeModular, Groups):  # type: ignore[mis
             hook()
             rows, more, meta, ids, kept = self._rows(under_way, received[0], num_experts)
             if not early and not defer_input_quant and rows.numel():
-                flat, more = self._quantised(rows.reshape(-1, rows.shape[-1]), quant_config)
-                rows = flat.reshape(*rows.shape[:-1], flat.shape[-1])
+                rows, more = quantised_rows(rows, quant_config)
             return rows, more, meta, ids, kept
 
         return hook, receiver
@@ -118,16 +117,6 @@ class _Fabric(mk.FusedMoEPrepareAndFinalizeModular, Groups):  # type: ignore[mis
 
     def _rows(self, under_way: _Step, received: Any, num_experts: int) -> Any:
         raise NotImplementedError
-
-    @staticmethod
-    def _quantised(rows: Any, quant_config: Any) -> tuple[Any, Any]:
-        if quant_config.quant_dtype is None:
-            return rows, None
-        found: tuple[Any, Any] = moe_kernel_quantize_input(
-            rows, quant_config.a1_scale, quant_dtype=quant_config.quant_dtype,
-            per_act_token_quant=quant_config.per_act_token_quant, block_shape=quant_config.block_shape,
-        )  # fmt: skip
-        return found
 
     def _must_be_linear(self, group: MoeGroup, expert_map: Any) -> None:
         if expert_map is None:
@@ -158,7 +147,11 @@ class _Fabric(mk.FusedMoEPrepareAndFinalizeModular, Groups):  # type: ignore[mis
         def hook() -> None:
             if not done:
                 done.append(True)
-                under_way.group.combine_recv(under_way.step, out=output)
+                # vLLM makes `output` in the layout of its input, which may be a transposed one
+                sums = output if output.is_contiguous() else output.new_empty(output.shape)
+                under_way.group.combine_recv(under_way.step, out=sums)
+                if sums is not output:
+                    output.copy_(sums)
 
         return hook, hook
 
@@ -195,7 +188,7 @@ class FabricPrepareAndFinalize(_Fabric):
         elsewhere = num_experts - 1 if ours.start == 0 else 0
         ids = torch.where(local >= 0, local + ours.start, elsewhere)
         weights = torch.where(local >= 0, torch.from_numpy(view.weights), 0.0).float()
-        return view.tensor(), _scales(view, under_way.scales), _counts(view), ids, weights
+        return view.tensor(), scales_that_came(view, under_way.scales), _counts(view), ids, weights
 
     def _return(self, under_way: _Step, y: Any, topk_weights: Any, topk_ids: Any, on_input: bool, reduce: Any) -> None:
         import torch
@@ -229,7 +222,7 @@ class FabricBatchedPrepareAndFinalize(_Fabric):
 
     def _rows(self, under_way: _Step, received: Any, num_experts: int) -> Any:
         view = under_way.view = received.masked(self.ranks * self._max_tokens)
-        return view.tensor(), _scales(view, under_way.scales), _counts(view), None, None
+        return view.tensor(), scales_that_came(view, under_way.scales), _counts(view), None, None
 
     def _return(self, under_way: _Step, y: Any, topk_weights: Any, topk_ids: Any, on_input: bool, reduce: Any) -> None:
         if not isinstance(reduce, TopKWeightAndReduceDelegate):
@@ -237,17 +230,6 @@ class FabricBatchedPrepareAndFinalize(_Fabric):
         if tuple(y.shape[:2]) != under_way.view.shape:
             raise BadRange(f"results of shape {tuple(y.shape)}: {under_way.view.shape} rows were given out")
         under_way.group.combine_send(under_way.view, y, weighted=True)
-
-
-def _scales(view: Any, sent: Any) -> Any:
-    """Return the scales that came, of the type of those that were sent."""
-    if sent is None:
-        return None
-    if not view.rows:
-        return sent[:0]
-    import torch
-
-    return torch.from_numpy(view.scales).reshape(view.rows, -1).view(sent.dtype).reshape(*view.shape, -1)
 
 
 def _counts(view: Any) -> Any:

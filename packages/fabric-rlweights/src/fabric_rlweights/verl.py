@@ -15,7 +15,8 @@ import msgspec
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry  # type: ignore[import-not-found]
 
 from fabric_rlweights.stream import Member, receive, send
-from fabric_rlweights.stream.member import Card, new_session
+from fabric_rlweights.stream.member import new_session
+from fabric_rlweights.stream.words import Card
 
 __all__ = ["FabricCheckpointEngine"]
 

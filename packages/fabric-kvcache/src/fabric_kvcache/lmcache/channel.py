@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import logging
-import socket
-import socketserver
 import threading
 from typing import Any
 
@@ -19,36 +17,14 @@ from lmcache.v1.distributed.transfer_channel.api import (  # type: ignore[import
     TransferChannelReadResult,
 )
 
-from fabric_core import ConfigError, FabricError, NetAddr, PeerLost, ProtocolError, TransferEngine
+from fabric_core import BadRange, FabricError, NetAddr, TransferEngine
+from fabric_kvcache.lmcache.card import CardServer, fetch, host_port
 from fabric_kvcache.lmcache.reads import Reads
+from fabric_kvcache.patience import patient
 
 __all__ = ["FabricTransferChannelClient", "FabricTransferChannelContext", "FabricTransferChannelServer"]
 
 log = logging.getLogger("fabric.kvcache.lmcache")
-_SCHEMA = "fabric.kv.lmcache/1"
-_MAX_CARD = 65536
-_PATIENCE = 10.0  # seconds to fetch a card
-
-
-def _host_port(url: str) -> tuple[str, int]:
-    host, _, port = url.split("://", 1)[-1].rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"{url!r}: HOST:PORT was expected, e.g. 10.0.0.1:7600")
-    return host.strip("[]"), int(port)
-
-
-class _Card(socketserver.BaseRequestHandler):
-    """Tells whoever connects where the engine is."""
-
-    def handle(self) -> None:
-        self.request.settimeout(_PATIENCE)
-        self.request.sendall(self.server.card)  # type: ignore[attr-defined]
-
-
-class _CardServer(socketserver.ThreadingTCPServer):
-    allow_reuse_address = True
-    daemon_threads = True
-    card = b""
 
 
 class FabricTransferChannelServer(TransferChannelServer):  # type: ignore[misc]
@@ -57,17 +33,11 @@ class FabricTransferChannelServer(TransferChannelServer):  # type: ignore[misc]
     def __init__(
         self, listen_url: str, advertise_url: str, l1_memory_desc: Any, *, context: FabricTransferChannelContext
     ) -> None:
-        self._server = _CardServer(_host_port(listen_url), _Card)
-        card = {"schema": _SCHEMA, "address": str(context.engine.address), "bytes": int(l1_memory_desc.size)}
-        self._server.card = json.dumps(card).encode()
-        self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, name="fabric-lmcache-card", daemon=True)
-        self._thread.start()
+        self._server = CardServer(listen_url, context.engine.address, int(l1_memory_desc.size))
+        self.port: int = self._server.port
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(5.0)
+        self._server.close()
 
 
 class FabricTransferChannelClient(TransferChannelClient):  # type: ignore[misc]
@@ -77,42 +47,31 @@ class FabricTransferChannelClient(TransferChannelClient):  # type: ignore[misc]
         self._url, self._context = transfer_channel_server_url, context
         self._peer: NetAddr | None = None
         self._failed: dict[int, int] = {}  # reads that could not even begin, and how many objects each has
+        self._numbers = itertools.count(-1, -1)  # of those
         self._lock = threading.Lock()
         self._connect()
 
     def _connect(self) -> NetAddr:
         """Fetch the peer's card. Raises PeerLost: nobody answers; ProtocolError: somebody else does."""
-        if self._peer is not None and self._context.knows(self._peer):
-            return self._peer
-        data = b""
-        try:
-            with socket.create_connection(_host_port(self._url), timeout=_PATIENCE) as connection:
-                while len(data) <= _MAX_CARD and (more := connection.recv(4096)):
-                    data += more
-        except OSError as error:
-            raise PeerLost(f"no card at {self._url}: {error}", op="connect", peer=self._url) from error
-        try:
-            card = json.loads(data)
-            if card["schema"] != _SCHEMA:
-                raise KeyError(card["schema"])
-            self._peer = NetAddr.parse(card["address"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ProtocolError(f"what answers at {self._url} is no fabric channel of LMCache: {error!r}") from None
-        self._context.meet(self._peer)
+        if self._peer is None or not self._context.reads.rights.knows(self._peer):
+            self._peer = fetch(self._url)
+            self._context.reads.rights.of(self._peer)  # registering takes its time: now rather than at the first read
         return self._peer
 
     def submit_read(
         self, local_addresses: list[TransferChannelAddress], remote_addresses: list[TransferChannelAddress]
     ) -> int:
-        """See LMCache's class. A peer that is gone makes a task that failed; BadRange (a ValueError): wrong ranges."""
+        """What cannot be asked for makes a task that failed. BadRange (a ValueError): wrong ranges."""
         local = [(address.offset, address.size) for address in local_addresses]
         remote = [(address.offset, address.size) for address in remote_addresses]
         try:
             return self._context.reads.submit(self._connect(), local, remote)
-        except (PeerLost, ProtocolError) as error:
+        except BadRange:
+            raise
+        except FabricError as error:
             log.warning("%s", error)
             with self._lock:
-                number = -1 - len(self._failed)
+                number = next(self._numbers)
                 self._failed[number] = len(local)
             return number
 
@@ -144,41 +103,17 @@ class FabricTransferChannelContext(TransferChannelContext):  # type: ignore[misc
         self, l1_memory_desc: Any, listen_url: str, advertise_url: str, *, backend: str | None = None,
         timeout: float = 25.0,
     ) -> None:  # fmt: skip
-        _host_port(advertise_url)
+        host_port(advertise_url)
         self._size = int(l1_memory_desc.size)
         self._clients: dict[str, FabricTransferChannelClient] = {}
-        self._known: set[str] = set()  # peers that were not lost since we met
         self._lock = threading.Lock()
-        self.engine = TransferEngine.open("cpu", backend)
+        self.engine = TransferEngine.open("cpu", settings=patient(backend))
         try:
             self.reads = Reads(self.engine, (int(l1_memory_desc.ptr), self._size), timeout=timeout)
-            heard = self.engine.on_peer_lost
-            self.engine.on_peer_lost = lambda error: self._lost(error, heard)
             self._server = FabricTransferChannelServer(listen_url, advertise_url, l1_memory_desc, context=self)
         except BaseException:
             self.engine.close()
             raise
-
-    # ---- which peers are there
-
-    def knows(self, peer: NetAddr) -> bool:
-        """Whether a peer was not lost since it was met."""
-        with self._lock:
-            return str(peer) in self._known
-
-    def meet(self, peer: NetAddr) -> None:
-        """Remember a peer."""
-        with self._lock:
-            self._known.add(str(peer))
-
-    def _lost(self, error: Any, heard: Any) -> None:
-        lost = str(getattr(error, "peer", "")).partition("#")[0]
-        with self._lock:
-            self._known = {name for name in self._known if name.partition("#")[0] != lost}
-        if heard is not None:
-            heard(error)
-
-    # ---- LMCache's calls
 
     def get_transfer_channel_server(self) -> FabricTransferChannelServer:
         return self._server
@@ -218,10 +153,11 @@ class FabricTransferChannelContext(TransferChannelContext):  # type: ignore[misc
         with self._lock:
             clients = list(self._clients.values())
             self._clients.clear()
-        for client in clients:
-            client.close()
         try:
+            for client in clients:
+                client.close()
             self.reads.close()
         except FabricError as error:
             log.warning("%s", error)
-        self.engine.close()
+        finally:
+            self.engine.close()

@@ -10,19 +10,30 @@ from __future__ import annotations
 
 from typing import Any
 
+from fabric_core import Unsupported
+
 __all__ = ["register"]
 
 _NAME = "fabric"
 
 
 def register() -> None:
-    """Make the backend known to SGLang, whose set of them is closed: see `_classes`. May be called twice."""
-    from sglang.srt.arg_groups.choices import (  # type: ignore[import-not-found]
-        DISAGG_TRANSFER_BACKEND_CHOICES,
-        add_disagg_transfer_backend_choices,
-    )
-    from sglang.srt.disaggregation.utils import TransferBackend  # type: ignore[import-not-found]
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # type: ignore[import-not-found]
+    """Make the backend known to SGLang, whose set of them is closed: see `_classes`. May be called twice.
+
+    Raises Unsupported: this SGLang has other names for what is changed here; it logs so, and goes on without it.
+    """
+    try:
+        from sglang.srt.arg_groups.choices import (  # type: ignore[import-not-found]
+            DISAGG_TRANSFER_BACKEND_CHOICES,
+            add_disagg_transfer_backend_choices,
+        )
+        from sglang.srt.disaggregation.utils import TransferBackend  # type: ignore[import-not-found]
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise Unsupported(
+            f"the backend {_NAME!r} cannot be added to this SGLang: {error}. 0.5.23 was tried; if you do not need it, "
+            "list the plug-ins that you do in SGLANG_PLUGINS"
+        ) from error
 
     if _NAME in TransferBackend._value2member_map_:
         return
@@ -42,7 +53,10 @@ def _classes(original: Any, transfer_backend: Any, class_type: Any) -> Any:
     """Around SGLang's get_kv_class, an if-chain over the built-in backends."""
     if getattr(transfer_backend, "value", None) != _NAME or class_type.value == "kvargs":
         return original(transfer_backend, class_type)
-    from fabric_kvcache.sglang import conn
+    try:
+        from fabric_kvcache.sglang import conn
+    except ImportError as error:
+        raise Unsupported(f"this SGLang has other classes for Mooncake than 0.5.23: {error}") from error
 
     return {
         "manager": conn.FabricKVManager, "sender": conn.FabricKVSender, "receiver": conn.FabricKVReceiver,

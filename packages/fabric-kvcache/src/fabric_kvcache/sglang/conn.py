@@ -15,7 +15,11 @@ from sglang.srt.disaggregation.mooncake.conn import (  # type: ignore[import-not
 )
 
 from fabric_core import TransferEngine
+from fabric_kvcache.patience import patient
 from fabric_kvcache.sglang.sessions import Sessions
+
+if not hasattr(MooncakeKVManager, "init_engine"):  # else it would look for Mooncake's engine, and not take ours
+    raise ImportError("MooncakeKVManager has no init_engine(), in which another transfer engine could be brought")
 
 __all__ = ["FabricKVBootstrapServer", "FabricKVManager", "FabricKVReceiver", "FabricKVSender"]
 
@@ -29,12 +33,14 @@ class FabricKVManager(MooncakeKVManager):  # type: ignore[misc]
         device = f"cuda:{self.kv_args.gpu_id}" if torch.cuda.is_available() else "cpu"
         host = set(self.kv_args.aux_data_ptrs)  # SGLang keeps the auxiliary data of a request in host memory
         self.engine = Sessions(
-            TransferEngine.open(device), device_of=lambda ptr: "cpu" if ptr in host else device
+            TransferEngine.open(device, settings=patient()), device_of=lambda ptr: "cpu" if ptr in host else device
         )  # fmt: skip
 
     def teardown(self) -> None:
-        super().teardown()
-        self.engine.close()
+        try:
+            super().teardown()
+        finally:
+            self.engine.close()
 
 
 class FabricKVSender(MooncakeKVSender):  # type: ignore[misc]

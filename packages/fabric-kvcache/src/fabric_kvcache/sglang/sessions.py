@@ -7,7 +7,6 @@ two regions are one operation. Knows no SGLang.
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +23,11 @@ from fabric_core import (
     MrHandle,
     NetAddr,
     Pages,
-    PeerLost,
     RemoteAccessError,
     Transfer,
     TransferEngine,
 )
+from fabric_kvcache.sglang.peers import Peers
 from fabric_kvcache.sglang.regions import Ints, Regions, Table, Where
 
 __all__ = ["Sessions"]
@@ -55,11 +54,9 @@ class Sessions:
         self._lock = threading.Lock()
         self._ours: dict[int, tuple[MrHandle, bytes]] = {}
         self._table = Table([])
-        self._peers: dict[str, Table] = {}
-        self._answers: dict[int, tuple[threading.Event, dict[int, list[bytes]]]] = {}
+        self._peers = Peers(engine, self.timeout)
         self._size = min(engine.max_message, 1 << 16)
         self._pool = engine.submit_recvs(self._size, _BUFFERS, self._on_word)
-        engine.on_peer_lost = self._on_lost
 
     # ---- the dialect
 
@@ -95,12 +92,7 @@ class Sessions:
         self, session_id: str, buffers: Sequence[int], peer_addresses: Sequence[int], lengths: Sequence[int]
     ) -> int:
         """Write blocks, and wait. Returns 0: all are there; -1: not, and nothing of it is written any more."""
-        try:
-            self.write(session_id, buffers, peer_addresses, lengths)
-        except (FabricError, ValueError) as error:
-            log.warning("%s", error)
-            return -1
-        return 0
+        return _number(lambda: self.write(session_id, buffers, peer_addresses, lengths))
 
     def transfer_sync(self, session_id: str, buffer: int, peer_address: int, length: int) -> int:
         """One block: see batch_transfer_sync."""
@@ -108,15 +100,11 @@ class Sessions:
 
     def send_probe(self, session_id: str) -> int:
         """Return 0 if the peer answers, else -1."""
-        try:
-            self._ask(session_id)
-        except (FabricError, ValueError) as error:
-            log.warning("%s", error)
-            return -1
-        return 0
+        return _number(lambda: self._peers.ask(session_id))
 
     def close(self) -> None:
         """Deregister everything, and close the engine. Idempotent."""
+        self._peers.close()
         if not self.engine.closed:
             self._pool.close()
             self.batch_deregister(list(self._ours))
@@ -134,7 +122,8 @@ class Sessions:
         if not len(here):
             return
         with self._lock:
-            table, peer = self._table, self._peers.get(session_id)
+            table = self._table
+        peer = self._peers.known(session_id)
         ours = table.find(here, sizes)
         self._must_be_known(ours, here, sizes, "our memory")
         if peer is not None and not (peer.find(there, sizes) < 0).any():
@@ -143,7 +132,7 @@ class Sessions:
                 return
             except RemoteAccessError:
                 pass  # what we know of it is old: it has registered its memory anew
-        peer = self._ask(session_id)
+        peer = self._peers.ask(session_id)
         self._must_be_known(peer.find(there, sizes), there, sizes, f"memory of {session_id}")
         self._move(table, ours, here, peer, there, sizes)
 
@@ -190,36 +179,7 @@ class Sessions:
         with self._lock:
             self._table = Table([(ptr, handle.nbytes, handle) for ptr, (handle, _) in self._ours.items()])
 
-    # ---- asking and answering
-
-    def _ask(self, session_id: str) -> Table:
-        """Return a peer's regions. Raises PeerLost: no answer; ProtocolError: the name is no address."""
-        number, heard, parts = secrets.randbits(62), threading.Event(), dict[int, list[bytes]]()
-        peer = NetAddr.parse(session_id.rpartition(":")[0])
-        with self._lock:
-            self._answers[number] = heard, parts
-        try:
-            word = msgspec.msgpack.encode(Where(str(self.engine.address), number))
-            self.engine.submit_send(peer, word, timeout=self.timeout).wait(self.timeout + 5.0)
-            if not heard.wait(self.timeout):
-                text = f"it did not say within {self.timeout:g} s where its memory is"
-                raise PeerLost(text, peer=session_id, op="write", code="ETIMEDOUT")
-        finally:
-            with self._lock:
-                del self._answers[number]
-        descs = [MrDesc.from_bytes(blob) for number in sorted(parts) for blob in parts[number]]
-        if any(desc.addr != peer for desc in descs):
-            raise BadRange(f"{session_id} told of memory that is another engine's")
-        table = Table([(desc.ptr, desc.nbytes, desc) for desc in descs])
-        with self._lock:
-            self._peers[session_id] = table
-        return table
-
-    def _on_lost(self, error: Any) -> None:
-        lost = str(getattr(error, "peer", "")).partition("#")[0]
-        with self._lock:
-            for name in [name for name in self._peers if name.rpartition(":")[0].partition("#")[0] == lost]:
-                del self._peers[name]
+    # ---- hearing and answering
 
     def _on_word(self, data: bytes) -> None:
         try:
@@ -230,12 +190,7 @@ class Sessions:
         except (msgspec.DecodeError, FabricError) as error:
             log.warning("a message was thrown away: %s", error)
             return
-        with self._lock:
-            heard, parts = self._answers.get(word.number, (None, {}))
-            if heard is not None and 0 <= word.part < word.parts:
-                parts[word.part] = word.descs
-                if len(parts) == word.parts:
-                    heard.set()
+        self._peers.heard(word)
 
     def _answer(self, word: Where) -> None:
         with self._lock:
@@ -246,3 +201,14 @@ class Sessions:
         for number, part in enumerate(parts):
             answer = msgspec.msgpack.encode(Regions(word.number, number, len(parts), part))
             self.engine.submit_send(peer, answer, timeout=self.timeout)
+
+
+def _number(call: Callable[[], object]) -> int:
+    """Return 0, or -1 for anything that was raised: an error that gets into SGLang's transfer threads ends them."""
+    try:
+        call()
+    except Exception as error:
+        expected = isinstance(error, FabricError | ValueError)
+        log.warning("%s: %s", type(error).__name__, error, exc_info=None if expected else error)
+        return -1
+    return 0

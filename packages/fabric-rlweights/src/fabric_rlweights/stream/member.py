@@ -5,47 +5,27 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
 
 from fabric_core import ConfigError, Expectation, FabricError, MrDesc, MrHandle, NetAddr, TransferEngine
+from fabric_core.config import Settings
 from fabric_rlweights.memory import Span, fresh
 from fabric_rlweights.stream.buckets import slot_bytes
+from fabric_rlweights.stream.words import Card, Failed, Taken
 
-__all__ = ["Card", "Failed", "Member", "StreamFailed", "Taken"]
+__all__ = ["Member", "StreamFailed", "new_session"]
 
 log = logging.getLogger("fabric.rlweights")
 _BUFFERS, _WORD = 64, 4096
 _LONGEST = 86400.0
+_HEARTBEAT = 5.0  #: seconds; a process that trains or serves may not run for longer than fabric's one second allows
 
 
 class StreamFailed(FabricError):
     """A stream ended before its last bucket. The text says who failed, and why."""
-
-
-class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the others must know of a rank."""
-
-    address: str
-    desc: bytes
-    imms: list[int]  #: one for each slot
-    size: int  #: bytes of data of a bucket
-
-
-class Taken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="t"):
-    """Receiver -> sender: this bucket was used, and all before it; its slot is free."""
-
-    session: int
-    receiver: int
-    bucket: int
-
-
-class Failed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="f"):
-    """Anybody -> all: there is no use in waiting."""
-
-    session: int
-    reason: str
 
 
 class Member:
@@ -79,6 +59,7 @@ class Member:
         self.receivers: list[Card] = []
         self.taken: list[int] = []  #: of each receiver, the last bucket that it has used
         self.problem = ""
+        self.stop: Callable[[], None] | None = None  #: ends the writes of a stream that is being sent
         self._told = False  # all others know of the problem
         self._waiting: Expectation | None = None
 
@@ -94,7 +75,7 @@ class Member:
 
                 device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
             self._device = device
-            self._engine = TransferEngine.open(device, self._backend)
+            self._engine = TransferEngine.open(device, settings=_patient(self._backend))
             self._engine.submit_recvs(_WORD, _BUFFERS, self._on_word)
             self._engine.on_peer_lost = self._on_lost
         return self._engine
@@ -129,9 +110,12 @@ class Member:
             self.problem, self._told = "", False
 
     def leave(self) -> None:
-        """Give the memory back, so that nobody can write there any more. Idempotent."""
+        """Give the memory back, so that nobody can write there any more; a stream that still runs ends. Idempotent."""
         with self.changed:
             self.session = 0
+            self._wake()
+        if (stop := self.stop) is not None:  # or memory that is read from would be waited for
+            stop()
         spans, self._spans = self._spans, []
         for _, handle in spans:
             handle.close()
@@ -177,10 +161,10 @@ class Member:
         except FabricError as error:
             log.warning("%s %d: %s", self.role, self.rank, error)
 
-    def fail(self, reason: str) -> None:
-        """End the session here, and tell all others, unless one of them has told all."""
+    def fail(self, session: int, reason: str) -> None:
+        """End a session here, and tell all others, unless one of them has told all, or it was left."""
         with self.changed:
-            if self._told or not self.session:
+            if self._told or not session or session != self.session:
                 return
             self._told = True
             self._end(f"{self.role} {self.rank}: {reason}")
@@ -189,21 +173,38 @@ class Member:
         for card in others:
             self.say(card, word)
 
-    def check(self) -> None:
-        """Raise StreamFailed if the session is over for a reason."""
+    def begin(self) -> int:
+        """Return the session's number, for a stream to go by. Raises ConfigError: none was joined."""
+        if not self.session:
+            raise ConfigError("not in a session: prepare() and join() come before a stream")
+        return self.session
+
+    def check(self, session: int) -> None:
+        """Raise StreamFailed if a session is over for a reason, or was left."""
+        if session != self.session:
+            raise StreamFailed(f"{self.role} {self.rank}: it was left, or prepared anew, before its stream had ended")
         if self.problem:
             raise StreamFailed(self.problem)
 
-    def wait_for(self, expectation: Expectation | None) -> None:
-        """Remember what is to be cancelled when somebody fails; None: nothing."""
+    def wait_for(self, expectation: Expectation) -> None:
+        """Remember what is to be cancelled when somebody fails."""
         with self.changed:
             self._waiting = expectation
-            if expectation is not None and self.problem:
+            if self.problem:
                 expectation.cancel()
+
+    def waited(self, expectation: Expectation) -> None:
+        """It has ended."""
+        with self.changed:
+            if self._waiting is expectation:
+                self._waiting = None
 
     def _end(self, reason: str) -> None:
         """Under the lock."""
         self.problem = self.problem or reason
+        self._wake()
+
+    def _wake(self) -> None:
         if self._waiting is not None:
             self._waiting.cancel()
         self.changed.notify_all()
@@ -238,3 +239,8 @@ class Member:
 def new_session() -> int:
     """Return a number that no earlier session had."""
     return secrets.randbits(62) + 1
+
+
+def _patient(backend: str | None) -> Settings:
+    found = Settings.load(backend=backend)
+    return found.replace(heartbeat=_HEARTBEAT) if found.sources()["heartbeat"] == "default" else found

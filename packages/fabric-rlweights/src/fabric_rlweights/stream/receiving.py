@@ -8,8 +8,9 @@ from typing import Any
 from fabric_core import NetAddr, TransferError
 from fabric_rlweights.dtypes import torch_dtype
 from fabric_rlweights.stream.buckets import Chain, Head, Piece, data_of, take_head
-from fabric_rlweights.stream.member import Member, StreamFailed, Taken
+from fabric_rlweights.stream.member import Member, StreamFailed
 from fabric_rlweights.stream.sending import settle
+from fabric_rlweights.stream.words import Taken
 
 __all__ = ["receive"]
 
@@ -19,15 +20,15 @@ async def receive(member: Member) -> AsyncIterator[tuple[str, Any]]:
 
     Raises StreamFailed, naming who failed. If the caller stops early or raises, the others hear of it.
     """
-    member.check()
+    session = member.begin()
     chain, whole = Chain(), _Whole()
     bucket = 0
     try:
         while True:
-            await _arrival(member, bucket)
+            await _arrival(member, session, bucket)
             slot = member.slot(bucket % member.slots)
             head = take_head(slot)
-            _same(member, head, bucket, chain)
+            _same(member, session, head, bucket, chain)
             data = data_of(slot)
             for piece in head.pieces:
                 octets = data[piece.at : piece.at + piece.nbytes]
@@ -38,17 +39,19 @@ async def receive(member: Member) -> AsyncIterator[tuple[str, Any]]:
             if head.last:
                 whole.must_be_over()
                 return
-            member.say(member.owner(bucket + member.slots), Taken(member.session, member.rank, bucket))
+            member.check(session)
+            member.say(member.owner(bucket + member.slots), Taken(session, member.rank, bucket))
             bucket += 1
     except GeneratorExit:
-        member.fail(f"it stopped taking weights at bucket {bucket}")
+        member.fail(session, f"it stopped taking weights at bucket {bucket}")
         raise
     except BaseException as error:
-        member.fail(f"{type(error).__name__}: {error}")
+        member.fail(session, f"{type(error).__name__}: {error}")
         raise
 
 
-async def _arrival(member: Member, bucket: int) -> None:
+async def _arrival(member: Member, session: int, bucket: int) -> None:
+    member.check(session)
     imm, owner = member.imms[bucket % member.slots], member.owner(bucket)
     peers = [NetAddr.parse(owner.address)]
     expectation = member.engine.expect_imm_count(imm, 1, timeout=member.timeout, peers=peers)
@@ -56,18 +59,19 @@ async def _arrival(member: Member, bucket: int) -> None:
     try:
         await expectation
     except TransferError as error:
-        member.check()
+        member.check(session)
         raise StreamFailed(f"bucket {bucket} of sender {bucket % len(member.senders)} did not come: {error}") from error
     finally:
-        member.wait_for(None)
+        member.waited(expectation)
+    member.check(session)
 
 
-def _same(member: Member, head: Head, bucket: int, chain: Chain) -> None:
+def _same(member: Member, session: int, head: Head, bucket: int, chain: Chain) -> None:
     """Raise StreamFailed if this is not the bucket that is due, or if senders do not send the same tensors."""
     sender = bucket % len(member.senders)
-    if head.session != member.session or head.bucket != bucket:
+    if head.session != session or head.bucket != bucket:
         raise StreamFailed(
-            f"bucket {bucket} of session {member.session} was due, sender {sender} wrote bucket {head.bucket} of "
+            f"bucket {bucket} of session {session} was due, sender {sender} wrote bucket {head.bucket} of "
             f"session {head.session}"
         )
     for piece in head.pieces:

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from typing import Any
 
-from fabric_core import MrDesc, Transfer, TransferError
+from fabric_core import MrDesc, StaleHandle, Transfer, TransferError
 from fabric_rlweights.stream.buckets import Chain, Cutter, Head, Piece, data_of, put_head, slot_bytes
 from fabric_rlweights.stream.member import Member, StreamFailed
 
@@ -22,21 +22,24 @@ async def send(member: Member, weights: Pairs) -> dict[str, float]:
     Returns {"bytes", "buckets", "seconds"} of the whole stream, all senders together.
     Raises StreamFailed, naming who failed, and whatever `weights` raises, which the others hear of.
     """
-    member.check()
-    sending = _Sending(member)
+    sending = _Sending(member, member.begin())
+    member.stop = sending.stop
     try:
         return await sending.run(weights)
     except BaseException as error:
-        member.fail(f"{type(error).__name__}: {error}")
+        member.fail(sending.session, f"{type(error).__name__}: {error}")
         sending.stop()
-        if isinstance(error, TransferError):
-            raise StreamFailed(member.problem) from error
+        if isinstance(error, TransferError | StaleHandle):
+            member.check(sending.session)  # it says more: who failed, or that the session was left
         raise
+    finally:
+        if member.stop == sending.stop:
+            member.stop = None
 
 
 class _Sending:
-    def __init__(self, member: Member) -> None:
-        self.member = member
+    def __init__(self, member: Member, session: int) -> None:
+        self.member, self.session = member, session
         self.targets: list[MrDesc] = member.targets()
         self.cutter, self.chain = Cutter(member.size), Chain()
         self.bucket = 0
@@ -55,6 +58,7 @@ class _Sending:
                 self.pieces.append(piece)
                 if self._ours():
                     await self._free()
+                    self.member.check(self.session)
                     if octets is None:
                         octets = _octets(tensor)
                     room = data_of(self.member.slot(self._place()))[piece.at : piece.at + piece.nbytes]
@@ -84,7 +88,7 @@ class _Sending:
 
     async def _over(self, last: bool) -> None:
         """The bucket is full, or the stream at its end."""
-        self.member.check()
+        self.member.check(self.session)
         data = max((piece.at + piece.nbytes for piece in self.pieces), default=0)
         self.bytes += sum(piece.nbytes for piece in self.pieces)
         if self._ours():
@@ -101,16 +105,18 @@ class _Sending:
             return [rank for rank, taken in enumerate(member.taken) if taken < needed]
 
         with member.changed:
-            heard = member.changed.wait_for(lambda: member.problem or not lacking(), member.timeout)
+            heard = member.changed.wait_for(
+                lambda: member.problem or member.session != self.session or not lacking(), member.timeout
+            )
             late = ", ".join(f"receiver {rank}" for rank in lacking()[:8])
-        member.check()
+        member.check(self.session)
         if not heard:
             raise StreamFailed(f"{late} did not take bucket {needed} within {member.timeout:g} s")
 
     def _post(self, data: int, last: bool) -> None:
         member = self.member
         ours, theirs, size = self._place(), self.bucket % member.slots, slot_bytes(member.size)
-        head = Head(member.session, self.bucket, last, self.chain.tensors, self.chain.digest, self.pieces)
+        head = Head(self.session, self.bucket, last, self.chain.tensors, self.chain.digest, self.pieces)
         length = put_head(member.slot(ours), head, data)
         settle()
         self.under_way[ours] = [

@@ -77,8 +77,10 @@ class Starter:
         self.board = board
         self.started: list[Ranks] = []
 
-    def __call__(self, case: Case, ranks: list[int], *words: str, job: str = "moe") -> Ranks:
-        self.started.append(Ranks(case, ranks, self.board, *words, job=job))
+    def __call__(
+        self, case: Case, ranks: list[int], *words: str, job: str = "moe", serve: Any = rank_process.serve
+    ) -> Ranks:
+        self.started.append(Ranks(case, ranks, self.board, *words, job=job, serve=serve))
         return self.started[-1]
 
     def node(self, case: Case, rank: int, node: int) -> Ranks:

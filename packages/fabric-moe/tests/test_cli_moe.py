@@ -53,6 +53,19 @@ def test_bench_runs_and_compares() -> None:
     assert {phase["name"] for phase in run["phases"]} >= {"dispatch", "combine", "view"}
 
 
+def test_bench_with_experts_of_some_groups_and_without_the_proxy() -> None:
+    """A group of experts on each rank, and each token's are of one: it goes to one rank."""
+    shape = ["--ranks", "2", "--tokens", "8", "--hidden", "256", "-n", "4", "--warmup", "1"]
+    done = invoke("bench", *shape, "--groups", "2", "--most-groups", "1", "--no-proxy", "--json")
+    data = json.loads(done.stdout)["data"]
+    assert (data["groups"], data["most_groups"]) == (2, 1)
+    (run,) = data["runs"]
+    assert not run["in_c"]
+    assert run["wrong"] == 0
+    assert run["dispatch_least_bytes"] == 8 * 256 * 2
+    assert "groups=3: experts=16 must be a multiple" in invoke("bench", "--groups", "3", code=2).output
+
+
 def test_bench_shows_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong token is counted, shown, and the exit code is 1."""
     phase = bench.Phase(name="dispatch", p50_us=1, p90_us=2, p99_us=3, p999_us=4)

@@ -11,7 +11,7 @@ from moe_cases import Case, compute, dispatch, run_steps, view_of
 
 from fabric_core import BadRange
 from fabric_moe import RankLost
-from fabric_moe.cuda import halves, memory
+from fabric_moe.cuda import blocks, memory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -122,7 +122,7 @@ def test_wrong_ids_are_told_again_and_again(opened: Any) -> None:
 def test_shapes_at_the_limits(opened: Any, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with so many tokens of a block that its shared memory would not do."""
     if case.topk == 128:
-        monkeypatch.setattr(halves, "_each", lambda gen, tokens: 512)
+        monkeypatch.setattr(blocks, "each_of", lambda gen, tokens: 512)
     assert run_steps(case, opened(case), 1) == case.ranks
 
 

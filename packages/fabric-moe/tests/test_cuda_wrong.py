@@ -117,6 +117,8 @@ def test_wrong_arguments(opened: Any) -> None:
     view = group.dispatch_recv(step)
     with pytest.raises(BadRange, match="capacity=-1"):
         view.masked(-1)
+    with pytest.raises(BadRange, match=r"alignment=2147483648: .* lower it"):
+        view.contiguous(alignment=1 << 31, capacity=9)
 
 
 def test_discarded_steps_are_heard_of(opened: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from deep_ep_group import LIMIT, Group, a_group, exchange  # noqa: E402
 
 import fabric_moe.deep_ep  # noqa: E402
 from fabric_core import ConfigError, Unsupported  # noqa: E402
+from fabric_moe import deep_ep_meet  # noqa: E402
 from fabric_moe.deep_ep import install, uninstall  # noqa: E402
 
 EXCHANGED = [([1.0, 2.0], [1.0, 10.0]), ([1.0, 2.0], [2.0, 20.0])]  # of each rank: what came, what came back
@@ -77,6 +79,33 @@ def test_ranks_meet_by_their_group(shim: ModuleType) -> None:
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(work, a_group(2), timeout=LIMIT))
     assert found == EXCHANGED
+
+
+def test_the_address_of_the_store_is_one_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where /etc/hosts has a host's own name as a loopback, as Debian does, the others would wait for themselves."""
+    names = {"a": "127.0.1.1", "b": "10.0.0.2"}
+    asked: list[tuple[str, int]] = []
+
+    class Probe:
+        def __init__(self, *_: int) -> None: ...
+
+        def __enter__(self) -> Probe:
+            return self
+
+        def __exit__(self, *exc: object) -> None: ...
+
+        def connect(self, where: tuple[str, int]) -> None:
+            asked.append(where)
+
+        def getsockname(self) -> tuple[str, int]:
+            return "10.0.0.1", 4242
+
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: names[name])
+    monkeypatch.setattr(socket, "socket", Probe)
+    assert deep_ep_meet._address(["a", "a"]) == "127.0.0.1"
+    assert deep_ep_meet._address(["b", "a"]) == "10.0.0.2"
+    assert deep_ep_meet._address(["a", "a", "b"]) == "10.0.0.1"
+    assert asked == [("b", 9)]
 
 
 def test_ranks_meet_by_torchs_process_group(tmp_path: Path) -> None:

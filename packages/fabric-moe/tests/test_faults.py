@@ -29,10 +29,10 @@ def lost(answers: list[str], rank: int, within: float = SOON) -> None:
         assert float(seconds) < within, answer
 
 
-@pytest.mark.parametrize("part", [0, 1, 2])
+@pytest.mark.parametrize("part", [0, 1, 2, 3])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_is_gone_and_the_others_go_on(processes: Any, how: signal.Signals, part: int) -> None:
-    """Before its dispatch, between send and receive, and before its combine."""
+    """Before its dispatch, between send and receive, before its combine, and before it receives the sums."""
     started = start(processes, CASE)
     all_say(started, "steps 0 2", "ok 2")
     victim, others = started[2], [started[0], started[1], started[3]]

@@ -127,6 +127,33 @@ def test_who_wants_no_result_may_leave(opened: Any, half: str) -> None:
             groups[1].combine_recv(steps[1])
 
 
+def test_rows_that_wait_for_room_leave_before_the_rank_does(way: str, opened: Any) -> None:
+    """Rank 0 has sent its sums, wants no result, and leaves; most of its tokens wait for turns at the others."""
+    case = Case(
+        ranks=3, experts=6, topk=3, hidden=16, tokens=[9, 8, 7], routing="robin",
+        more={"timeout": 20.0, "private_tokens": 0, "private_max": 0, "shared_rows": 3},
+    )  # fmt: skip
+    groups = opened(case)
+    steps = [dispatch(case, group, 0) for group in groups]
+    view = view_of(case, groups[0].dispatch_recv(steps[0]))
+    groups[0].combine_send(view, compute(case, view))
+    found: list[Any] = []
+
+    def others() -> None:
+        for group, step in zip(groups[1:], steps[1:], strict=True):
+            view = view_of(case, group.dispatch_recv(step))
+            group.combine_send(view, compute(case, view))
+        found.extend(finish(case, group, step, 0) for group, step in zip(groups[1:], steps[1:], strict=True))
+
+    thread = threading.Thread(target=others)
+    assert steps[0].owes_rows()
+    thread.start()
+    groups[0].close()
+    thread.join()
+    assert all(same(result, wanted(case, rank, 0)) for rank, result in enumerate(found, 1))
+    assert len(found) == 2
+
+
 def test_who_leaves_in_the_middle_says_so(opened: Any) -> None:
     """Long before the timeout: whoever waits hears it."""
     groups = opened(CASE)

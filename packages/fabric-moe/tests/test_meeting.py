@@ -97,10 +97,40 @@ def test_members_that_are_none_are_refused_and_nothing_is_lost(opened: Any) -> N
         (lambda: groups[0].mask([7]), r"\[7\] are no members; these are \[0, 1, 2\]"),
         (lambda: groups[0].regroup_begin([0, 7]), "lie below 3"),
         (lambda: groups[0].mask([0]), "cannot leave itself out"),
+        (lambda: groups[0].regroup_begin([0.0, 1]), "numbers of ranks are integers"),
     ]:
         with pytest.raises(BadRange, match=words):
             call()
     assert run_steps(TRIO, groups, 2) == 6
+
+
+def test_a_board_that_fails_ends_the_group_until_it_is_made_anew(
+    alone: TransferEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that is full, a store that is gone: not only errors of this library end a meeting."""
+    table = Table()
+    groups = MoeGroup.open_many([alone], TRIO.config, range(3), table)
+
+    def fails(*_: Any) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "publish", fails)
+        with pytest.raises(OSError, match="no space"):
+            groups[0].regroup_begin(range(3))
+        with pytest.raises(StepError, match=r"has not met: OSError.*; regroup\(\) on all ranks"):
+            dispatch(TRIO, groups[0], 0)
+    for group in groups[1:]:
+        group.regroup_begin(range(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "lookup", fails)
+        with pytest.raises(OSError, match="no space"):
+            groups[1].regroup_end()
+        with pytest.raises(StepError, match="has not met"):
+            dispatch(TRIO, groups[1], 0)
+    for group in groups:
+        group.close()
+    assert not alone._owners
 
 
 def test_nothing_stays_of_ranks_that_could_not_open(alone: TransferEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +156,14 @@ def test_memory_that_is_not_to_be_had(alone: TransferEngine, monkeypatch: pytest
     monkeypatch.setattr(generation, "machine_memory", lambda: 1 << 62)
     with pytest.raises(BackendError, match=r"empty.*; rank 0 wants \d+ bytes: lower max_tokens"):
         MoeGroup.open(alone, huge, 0, Table())
+    assert not alone._owners
+
+
+def test_what_is_no_board_and_no_shape(alone: TransferEngine) -> None:
+    wrong: list[tuple[Any, Any]] = [(TRIO.config, "file:/somewhere"), ({"ranks": 3}, Table())]
+    for config, board in wrong:
+        with pytest.raises(ConfigError, match="a MoeConfig is wanted, and what open_board"):
+            MoeGroup.open(alone, config, 0, board)
     assert not alone._owners
 
 

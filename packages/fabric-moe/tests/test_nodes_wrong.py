@@ -11,7 +11,7 @@ import pytest
 from moe_cases import Case, given
 
 from fabric_core import BadRange, ConfigError, ProtocolError, TransferEngine
-from fabric_moe import MoeConfig, NodeGroup, RankLost, StepError, Table
+from fabric_moe import MoeConfig, NodeGroup, RankLost, StepError, Table, kernels
 
 CASE = Case(ranks=4, experts=8, topk=4, hidden=16, tokens=[5], more={"timeout": 2.0})
 
@@ -45,6 +45,28 @@ def test_who_waits_for_one_that_waits_hears_whom_it_missed(engines: list[Transfe
         groups[1].dispatch_forward(steps[1])
     thread.join()
     assert [*found, lost.value.ranks] == [(3,), (3,)]
+    for group in groups:
+        group.close()
+
+
+def test_a_send_that_is_interrupted_is_heard_of_in_the_node_too(
+    engines: list[TransferEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in rank 0's way to the other node. Rank 1 waits for it inside the node, and names it at once."""
+    groups = opened(Case(**{**vars(CASE), "more": {"timeout": 20.0}}), engines, 2)
+    steps = sent(CASE, groups[1:])
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "pack", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sent(CASE, groups[:1])
+    groups[1].dispatch_forward(steps[0])
+    with pytest.raises(RankLost, match="as another rank has noted") as lost:
+        groups[1].dispatch_recv(steps[0])
+    assert lost.value.ranks == (0,)
     for group in groups:
         group.close()
 

@@ -89,6 +89,9 @@ def test_wrong_arguments_are_refused_and_the_step_goes_on(opened: Any) -> None:
         group.combine_send(view, compute(CASE, view))
     with pytest.raises(BadRange, match="out has 3 rows"):
         groups[0].combine_recv(steps[0], out=torch.zeros((3, 16), dtype=torch.bfloat16))
+    wrong: Any = [0.0]
+    with pytest.raises(BadRange, match="out= is a list"):
+        groups[0].combine_recv(steps[0], out=wrong)
     with pytest.raises(BadRange, match="accumulate"):
         groups[0].combine_recv(steps[0], accumulate=True)
     with pytest.raises(BadRange, match="timeout=-1"):
@@ -217,18 +220,21 @@ def test_sequence_numbers_wrap(opened: Any) -> None:
     assert groups[0].next_step == (1 << 32) + 3
 
 
-@pytest.mark.parametrize("what", ["private", "counts"])
-def test_counts_that_no_rank_can_have_are_refused(opened: Any, what: str) -> None:
+@pytest.mark.parametrize("what", ["private", "counts", "total"])
+def test_counts_that_no_rank_can_have_are_refused(way: str, opened: Any, what: str) -> None:
     """What a peer says about its rows decides where memory is read and written: it is checked."""
-    groups = opened(CASE)
-    steps = [dispatch(CASE, group, 0) for group in groups]
+    case = Case(ranks=3, experts=6, topk=1, hidden=16, tokens=[7, 4, 5])
+    groups = opened(case)
+    steps = [dispatch(case, group, 0) for group in groups]
     inbound = groups[1].generation.inbound
     assert steps[1].counts is not None
     steps[1].counts.wait(10)
     if what == "private":
         inbound.heads[steps[1].slot]["private"][0] = 129
-    else:
+    elif what == "counts":
         inbound.counts[steps[1].slot][0, 1] = 8
+    else:  # each is possible, all together are more than 7 tokens have with an expert each
+        inbound.counts[steps[1].slot][0] = [7, 0, 1]
     with steps[1].lock:  # the callback thread has done its part, or will find what we find
         steps[1].places = None
     with pytest.raises(ProtocolError, match="rank 0 says"):

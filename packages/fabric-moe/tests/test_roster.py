@@ -47,7 +47,37 @@ def test_a_card_of_an_earlier_run_is_not_taken(tmp_path: Path, monkeypatch: pyte
     assert found[2] == found[3] == {0: "new card 0", 1: "new card 1"}
     mine.withdraw()
     theirs.withdraw()
-    assert list(tmp_path.iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.g0.r0.met", "job.g0.r1.met"]  # no card
+
+
+def test_who_has_met_all_may_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is gone when rank 1 looks whether it has read its card. The next generation is no different."""
+    table = Table()
+    for number in range(4):
+        ranks = []
+        for r in range(2):
+            monkeypatch.setattr(roster, "process_id", lambda r=r: f"p{r}")
+            ranks.append(Roster(table, "job", number, r, range(2)))
+            ranks[r].publish(str(r))
+        assert ranks[1].look() is None  # rank 0 has not said yet that it has read both
+        wanted = {0: "0", 1: "1"}
+        assert ranks[0].look() == wanted
+        ranks[0].withdraw()
+        assert ranks[1].look() == wanted
+        ranks[1].withdraw()
+    left = [f"job.g{number}.r{r}.met" for number in (2, 3) for r in range(2)]
+    assert sorted(table._values) == left  # and no more of them, however many generations there are
+
+
+def test_nothing_stays_of_a_meeting_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table()
+    one, two = (roster_of(table, r, f"p{r}", monkeypatch) for r in range(2))
+    one.publish("0")
+    two.publish("1")
+    assert one.look() is None  # rank 1 has read nothing, and never will
+    assert "job.g0.r0.met" in table._values
+    one.withdraw()
+    assert sorted(table._values) == ["job.g0.r1"]
 
 
 def test_nobody_goes_on_before_all_have_read_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,29 @@ def test_a_write_that_is_lost_is_missed(way: str, opened: Any, kind: int, half: 
     assert run_steps(case, groups, 4) == 12
 
 
+def test_rows_of_a_later_turn_that_are_lost_are_missed(way: str, opened: Any) -> None:
+    """Where they would lie, rows of the same step lie, which came in the turn before: they do not pass for them."""
+    case = Case(
+        ranks=3, experts=3, topk=3, hidden=16, tokens=[9], routing="robin",
+        more={"timeout": 60.0, "private_tokens": 0, "private_max": 0, "shared_rows": 3},
+    )  # fmt: skip
+    groups = opened(case)
+    assert run_steps(case, groups, 1) == 3
+    sent: list[int] = []
+
+    def first_only(kind: int | None, ranks: list[int]) -> list[int]:
+        if kind == ROWS and 0 in ranks:
+            sent.append(0)
+        return [rank for rank in ranks if rank != 0 or kind != ROWS or len(sent) == 1]
+
+    between(groups[1], first_only)
+    steps = [dispatch(case, group, 1) for group in groups]
+    with pytest.raises(RankLost) as lost:
+        groups[0].dispatch_recv(steps[0], timeout=2.0)
+    assert len(sent) == 2
+    assert lost.value.ranks == (1,)
+
+
 def test_sums_of_another_step_are_refused(way: str, opened: Any) -> None:
     groups = opened(CASE)
     gen = groups[1].generation

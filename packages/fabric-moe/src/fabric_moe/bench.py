@@ -17,6 +17,7 @@ from fabric_core.cli.models import Model
 from fabric_moe.bench_order import PHASES, Order
 from fabric_moe.config import MoeConfig, machine_memory
 from fabric_moe.dtypes import bits_of
+from fabric_moe.gate import Limit
 
 __all__ = ["Figures", "MoeBench", "Phase", "run"]
 
@@ -48,6 +49,7 @@ class Figures(Model):
     bound_dispatch_us: float  #: least bytes of all ranks, copied once, by all CPUs at that rate
     bound_combine_us: float
     memory_bytes: int
+    in_c: bool  #: whether the proxy has sent; else Python
     compared: int  #: tokens that were compared with the reference, bit for bit
     wrong: int
 
@@ -58,12 +60,19 @@ class MoeBench(Model):
     preset: str
     backend: str
     cpus: int
+    groups: int  #: of experts, that the gate knows; 1: any experts
+    most_groups: int  #: that a token's experts come from
     config: dict[str, Any]
     runs: list[Figures]
 
 
-def run(config: MoeConfig, *, steps: int, warmup: int, backend: str, seed: int, limit: float) -> Figures:
+def run(
+    config: MoeConfig, *, steps: int, warmup: int, backend: str, seed: int, limit: float, gate: Limit | None = None,
+    in_c: bool = True,
+) -> Figures:  # fmt: skip
     """Run one group, each rank a process, for at most `limit` seconds.
+
+    gate: the groups that a token's experts come from; None: any experts. in_c: whether the proxy sends, or Python.
 
     Raises ConfigError for a shape that cannot be measured, BackendError if a rank fails.
     """
@@ -72,6 +81,8 @@ def run(config: MoeConfig, *, steps: int, warmup: int, backend: str, seed: int, 
             f"topk={config.topk} of experts={config.experts}: a token's experts are drawn without repetition; "
             "lower --topk, or raise --experts"
         )
+    if gate is not None:
+        gate.check(config.experts, config.topk)
     if (wanted := config.memory()["total"] * config.ranks) > (most := machine_memory()):
         raise ConfigError(
             f"{config.ranks} ranks register {wanted} bytes, this machine has {most}: lower --ranks or --tokens"
@@ -81,7 +92,7 @@ def run(config: MoeConfig, *, steps: int, warmup: int, backend: str, seed: int, 
     from fabric_moe import bench_rank
 
     with tempfile.TemporaryDirectory(prefix="fabric-moe-") as folder:
-        order = Order(config, f"file:{folder}/board", backend, steps, warmup, seed)
+        order = Order(config, f"file:{folder}/board", backend, steps, warmup, seed, gate, in_c)
         ranks = []
         try:
             for rank in range(config.ranks):
@@ -153,6 +164,7 @@ def _figures(config: MoeConfig, steps: int, found: list[dict[str, Any]]) -> Figu
         bound_dispatch_us=least * config.ranks / (rate * cpus) * 1e6,
         bound_combine_us=back * config.ranks / (rate * cpus) * 1e6,
         memory_bytes=config.memory()["total"],
+        in_c=all(one["in_c"] for one in found),
         compared=sum(int(one["compared"]) for one in found),
         wrong=sum(int(one["wrong"]) for one in found),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fabric_moe.config import MoeConfig
+from fabric_moe.gate import Limit
 
 __all__ = ["PHASES", "Order"]
 
@@ -21,3 +22,5 @@ class Order:
     steps: int
     warmup: int
     seed: int
+    gate: Limit | None = None  #: of which groups a token's experts are; None: of all
+    in_c: bool = True  #: whether the proxy sends; False: Python, as where it was not built

@@ -17,6 +17,8 @@ from fabric_core import TransferEngine
 from fabric_core.bootstrap import open_board
 from fabric_moe.bench_order import Order
 from fabric_moe.config import MoeConfig
+from fabric_moe.gate import Limit, draw
+from fabric_moe.generation import Generation
 from fabric_moe.group import MoeGroup
 from fabric_moe.reference import reference
 from fabric_moe.views import View
@@ -27,14 +29,14 @@ _SAMPLE = 8  #: tokens that are compared in a step that is compared at all
 _LOOKS = 16  #: steps that are compared
 
 
-def _given(config: MoeConfig, seed: int, rank: int, step: int) -> tuple[Any, Any, Any, Any]:
-    """Tokens, experts, weights and scales of a rank in a step; routing is uniform without repetition."""
+def _given(config: MoeConfig, gate: Limit | None, seed: int, rank: int, step: int) -> tuple[Any, Any, Any, Any]:
+    """Tokens, experts, weights and scales of a rank in a step; experts are drawn without repetition."""
     import torch
 
     rng = np.random.default_rng([seed, rank, step])
     t = config.max_tokens
     x = torch.from_numpy(rng.standard_normal((t, config.hidden), np.float32)).to(getattr(torch, config.dtype))
-    ids = rng.random((t, config.experts)).argpartition(config.topk - 1, axis=1)[:, : config.topk]
+    ids = draw(rng, t, config.experts, config.topk, gate)
     weights = torch.from_numpy(rng.random((t, config.topk), np.float32))
     scales = torch.from_numpy(rng.integers(0, 256, (t, config.scale_bytes), np.uint8)) if config.scale_bytes else None
     return x, torch.from_numpy(ids.astype(np.int32)), weights, scales
@@ -77,7 +79,8 @@ def _run(group: MoeGroup, config: MoeConfig, order: Order) -> dict[str, Any]:
     wrong = compared = sent_rows = late_rows = 0
     warm, steps = order.warmup, order.steps
     clock = time.perf_counter
-    kept = [_given(config, order.seed, group.rank, i) for i in range(4)]  # made before: not what is measured
+    # made before: not what is measured
+    kept = [_given(config, order.gate, order.seed, group.rank, i) for i in range(4)]
     look = max(1, steps // _LOOKS)
     for number in range(warm + steps):
         given = kept[number % len(kept)]
@@ -106,6 +109,7 @@ def _run(group: MoeGroup, config: MoeConfig, order: Order) -> dict[str, Any]:
     return {
         "rank": group.rank, "times": times, "wrong": wrong, "compared": compared, "rows": sent_rows / steps,
         "late_rows": late_rows / steps, "copy_bytes_per_s": _copy_rate(), "private": group.window.rows,
+        "in_c": group.generation.proxy is not None,
     }  # fmt: skip
 
 
@@ -126,6 +130,7 @@ def main(order: Order, rank: int, pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    Generation.in_c = order.in_c
     try:
         with (
             TransferEngine.open(backend=order.backend) as engine,

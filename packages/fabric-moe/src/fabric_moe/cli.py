@@ -41,6 +41,13 @@ def bench_command(
     warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 20,
     backend: Annotated[str, typer.Option(help="NIC backend, see `fabric plugins`.")] = "auto",
     seed: Annotated[int, typer.Option(min=0, help="Of tokens and routing.")] = 0,
+    groups: Annotated[int, typer.Option(min=1, help="Groups of experts that the gate knows; DeepSeek-V3: 8.")] = 1,
+    most_groups: Annotated[
+        int | None, typer.Option(min=1, help="Groups that a token's experts come from at most; DeepSeek-V3: 4.")
+    ] = None,
+    in_c: Annotated[
+        bool, typer.Option("--proxy/--no-proxy", help="Send from C, or from Python as where that was not built.")
+    ] = True,
     limit: Annotated[float, typer.Option(min=1, help="Seconds that a run may take.")] = 600.0,
     json: Json = False,
 ) -> None:
@@ -54,6 +61,7 @@ def bench_command(
     from fabric_core.cli.models import Report
     from fabric_core.cli.render import conclude
     from fabric_moe.bench import MoeBench, run
+    from fabric_moe.gate import Limit
     from fabric_moe.presets import preset as named
 
     if find_spec("torch") is None:
@@ -68,9 +76,15 @@ def bench_command(
         )
         for p in (private or [None])  # type: ignore[list-item]
     ]
-    data = MoeBench(preset=preset, backend=backend, cpus=_cpus(), config=asdict(shapes[0]), runs=[])
+    gate = Limit(groups, most_groups or groups)
+    data = MoeBench(
+        preset=preset, backend=backend, cpus=_cpus(), groups=gate.groups, most_groups=gate.most,
+        config=asdict(shapes[0]), runs=[],
+    )  # fmt: skip
     for shape in shapes:
-        data.runs.append(run(shape, steps=steps, warmup=warmup, backend=backend, seed=seed, limit=limit))
+        data.runs.append(
+            run(shape, steps=steps, warmup=warmup, backend=backend, seed=seed, limit=limit, gate=gate, in_c=in_c)
+        )
     wrong = sum(one.wrong for one in data.runs)
     problems = [f"{wrong} tokens differ from the reference"] if wrong else []
     conclude(
@@ -120,6 +134,10 @@ def _show_bench(data: MoeBench) -> None:
             f"{size(one.combine_bytes)} in combine; {one.late_rows:.1f} rows wait for the counts; "
             f"memory {size(one.memory_bytes)}",
         )
+    if data.most_groups < data.groups:
+        text_lines(out, f"a token's experts are of {data.most_groups} of {data.groups} groups")
+    if not all(one.in_c for one in data.runs):
+        text_lines(out, "Python sends, not the proxy")
     text_lines(
         out,
         f"limit: those bytes of all ranks, copied once by {data.cpus} CPUs at {data.runs[0].copy_gb_s:.1f} GB/s each",

@@ -169,6 +169,8 @@ def _target(group: MoeGroup, step: Step, out: Any) -> tuple[Any, Any]:
         if step.torch:
             return to_torch(made, config.out_dtype), made
         return made.view(kernels.numpy_type(config.out_dtype)), made
+    if not hasattr(out, "dtype"):
+        raise BadRange(f"out= is a {type(out).__name__}: a torch tensor or a numpy array is wanted")
     contiguous = out.is_contiguous() if is_torch(out) else out.flags.c_contiguous and out.flags.writeable
     if not contiguous:
         raise BadRange("out= must be contiguous and writable")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
@@ -148,7 +149,11 @@ class MoeConfig:
 
     def members_with(self, rank: int, members: Iterable[int]) -> tuple[int, ...]:
         """Return the ranks of a generation in order, each once. Raises BadRange without `rank`, or beyond the group."""
-        each = tuple(sorted(set(members)))
+        given = tuple(members)
+        try:
+            each = tuple(sorted({operator.index(member) for member in given}))
+        except TypeError:
+            raise BadRange(f"members={given}: numbers of ranks are integers") from None
         if rank not in each or not 0 <= each[0] <= each[-1] < self.ranks:
             raise BadRange(f"members={each}: they must hold rank {rank}, and lie below {self.ranks}")
         return each
@@ -172,7 +177,7 @@ class MoeConfig:
 
     @property
     def stage_rows(self) -> int:
-        """Rows of partial sums that are on their way at a time; at least what one other rank may get."""
+        """Rows that a rank sends in a step, at most; of partial sums, those that are on their way at a time."""
         return self.max_tokens * self.fan_out
 
     def memory(self) -> dict[str, int]:

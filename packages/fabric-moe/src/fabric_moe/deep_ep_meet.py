@@ -31,11 +31,25 @@ def meet(group: Any) -> tuple[int, int, GroupBoard]:
     hosts = gather(socket.gethostname())
     store, where = None, None
     if rank == 0:
-        host = "127.0.0.1" if len(set(hosts)) == 1 else socket.gethostbyname(hosts[0])
+        host = _address(hosts)
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         where = (host, store.port)
     host, port = gather(where)[0]
     return rank, ranks, GroupBoard(store or TCPStore(host, port, is_master=False))
+
+
+def _address(hosts: list[str]) -> str:
+    """Return the address of the first host that all of them reach. Raises OSError if a name has none."""
+    others = [host for host in hosts if host != hosts[0]]
+    if not others:
+        return "127.0.0.1"
+    found = socket.gethostbyname(hosts[0])
+    if not found.startswith("127."):
+        return found
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # /etc/hosts has our own name as a loopback
+        probe.connect((others[0], 9))  # sends nothing: asks which of our addresses leads there
+        name: tuple[str, int] = probe.getsockname()
+        return name[0]
 
 
 def _gather(group: Any, value: Any) -> list[Any]:

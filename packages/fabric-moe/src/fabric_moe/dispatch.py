@@ -115,6 +115,10 @@ def _credit(step: Step, turn: int) -> None:
     """Tell the sources of this rank's `turn` that its shared memory is free for it."""
     gen, places = step.generation, step.places
     assert places is not None
+    stamps = gen.inbound.rows[step.slot]["stamp"]
+    for span in places.arriving(gen.rank, turn):
+        # what lies there came in this step too, and must not look like what is to come
+        stamps[span.slot : span.slot + span.rows] = ~step.number & 0xFFFFFFFF
     head = gen.outbound.credits[step.slot][gen.rank]  # one for all: it says the same to each
     head["magic"], head["generation"], head["step"], head["turn"] = MAGIC, gen.number, step.number, turn
     src = step.slot * gen.layout.out_stride + gen.layout.out_credits + HEAD * gen.rank

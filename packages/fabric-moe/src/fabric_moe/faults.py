@@ -122,19 +122,29 @@ def settle(group: MoeGroup, slot: int) -> None:
 
 def guard(group: MoeGroup, call: Callable[[], T]) -> T:
     """Make a call; what breaks in it, other than a wrong argument, breaks the group."""
+    before = group.next_step
     try:
         return call()
-    except (BadRange, StepError):
-        raise  # nothing was sent, or the step is over
     except RankLost:
         raise
     except TransferError as error:
         raise _lost(group, group.next_step - 1, "a write", error, []) from error
-    except FabricError as error:
-        group.broken = error
+    except BaseException as error:
+        own = isinstance(error, FabricError) and not isinstance(error, BadRange | StepError)
+        begun = group.next_step != before  # a step, of which nobody knows what was sent: Ctrl-C, say
+        if not own and not begun:
+            raise  # nothing was sent, or the step is over, or the same call may be made again
+        group.broken = error if isinstance(error, FabricError) else _interrupted(group, error)
         if not isinstance(error, ProtocolError):  # which the others see by themselves, and name better
             group.notes.write(group.next_step - 1, [group.rank])
         raise
+
+
+def _interrupted(group: MoeGroup, error: BaseException) -> StepError:
+    return StepError(
+        f"rank {group.rank}, step {group.next_step - 1}: dispatch_send ended half-way with {error!r}; regroup() with "
+        "all ranks, or close()"
+    )
 
 
 def _lost(group: MoeGroup, number: int, name: str, error: Exception | None, missing: list[int]) -> RankLost:

@@ -54,6 +54,8 @@ class Write(NamedTuple):
 class Generation:
     """Memory, immediates and peers of one rank. Made in two halves, so that several ranks can live in one thread."""
 
+    in_c = True  #: whether the proxy sends, where it was built; else Python (the bench compares them)
+
     def __init__(
         self, engine: TransferEngine, config: MoeConfig, rank: int, number: int, members: Iterable[int]
     ) -> None:
@@ -123,7 +125,7 @@ class Generation:
             self.addresses[rank] = str(card.address)
             self._addrs[self.addresses[rank]] = card.address
         self.peers = tuple(dict.fromkeys(self.addresses.values()))
-        if kernels.NATIVE is not None:
+        if kernels.NATIVE is not None and self.in_c:
             from fabric_moe.proxy import Proxy
 
             self.proxy = Proxy(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from fabric_core import BadRange
@@ -14,11 +15,9 @@ from fabric_moe.step import DONE, RETURNED, SENT
 __all__ = ["MoeGroup"]
 
 
-def halves() -> Any:
+def halves(gpu: Any) -> Any:
     """Return the four halves on a GPU, which need torch and a driver."""
-    from fabric_moe.cuda import halves as found
-
-    return found
+    return importlib.import_module(getattr(gpu, "halves", "fabric_moe.cuda.halves"))
 
 
 class MoeGroup(Membership):
@@ -54,7 +53,7 @@ class MoeGroup(Membership):
         """
         self._check()
         if self.gpu is not None:
-            return halves().dispatch_send(self, x, topk_ids, topk_weights, scales, live)
+            return halves(self.gpu).dispatch_send(self, x, topk_ids, topk_weights, scales, live)
         return faults.guard(self, lambda: dispatch.send(self, x, topk_ids, topk_weights, scales, live))
 
     def dispatch_recv(self, step: Any, *, timeout: float | None = None) -> Any:
@@ -65,7 +64,7 @@ class MoeGroup(Membership):
         self._check()
         if self.gpu is not None:
             self._must_be_ours(step)
-            return halves().dispatch_recv(step)
+            return halves(self.gpu).dispatch_recv(step)
         self._must_be_a_step(step)
         step.must_be(SENT, "dispatch_recv")
         self._must_be_ours(step)
@@ -88,7 +87,7 @@ class MoeGroup(Membership):
             )
         if self.gpu is not None:
             self._must_be_ours(view.step)
-            halves().combine_send(view, y, weighted, dtype)
+            halves(self.gpu).combine_send(view, y, weighted, dtype)
             return
         faults.guard(self, lambda: combine.send(self, view, y, weighted, dtype))
 
@@ -107,7 +106,7 @@ class MoeGroup(Membership):
         self._check()
         if self.gpu is not None:
             self._must_be_ours(step)
-            return halves().combine_recv(step, out, accumulate)
+            return halves(self.gpu).combine_recv(step, out, accumulate)
         self._must_be_a_step(step)
         step.must_be(RETURNED, "combine_recv")
         self._must_be_ours(step)
@@ -118,7 +117,7 @@ class MoeGroup(Membership):
         self._check()
         if self.gpu is not None:
             self._must_be_ours(step)
-            halves().discard(step)
+            halves(self.gpu).discard(step)
             return
         self._must_be_ours(step)
         faults.guard(self, lambda: combine.discard(self, step))
@@ -168,6 +167,7 @@ class MoeGroup(Membership):
     # ---- trouble
 
     def _check(self) -> None:
+        self._must_be_here()
         if self.broken is not None:
             raise self.broken
         if self.gpu is not None and (error := self.gpu.report.error()) is not None:

@@ -217,9 +217,9 @@ class NodeGroup:
         except RankLost as error:
             self.broken = lost = self._lost(group, error)
             raise lost from error
-        except FabricError as error:
+        except BaseException:  # Ctrl-C in the middle of a send, too
             if group.broken is not None:
-                self._end(error)
+                self._end(group.broken)
             raise
 
     def _end(self, error: FabricError) -> None:

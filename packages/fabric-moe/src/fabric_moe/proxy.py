@@ -119,6 +119,10 @@ class Proxy:
         )
         return counts, private
 
+    def owes(self, slot: int) -> bool:
+        """Return whether rows of the slot's step have not left, but will if the others go on."""
+        return bool(self._lib.moe_owes(self._live(), slot))
+
     def failed(self, slot: int) -> FabricError | None:
         """Return what went wrong on the other thread."""
         rc = self._lib.moe_look(self._live(), slot, self._trouble)
@@ -203,5 +207,5 @@ class Proxy:
         if t.code == lib.MOE_BAD_COUNTS and t.rank == gen.rank:
             return overwritten(gen.rank, step)
         if t.code == lib.MOE_BAD_COUNTS:
-            return impossible_counts(t.rank, t.private_rows, t.most, gen.config)
+            return impossible_counts(t.rank, t.private_rows, t.most, t.total, gen.config)
         return refused(gen.rank, step, t.rc)

@@ -3,6 +3,9 @@
 A job that was killed leaves its cards behind, and the next one may use the same board and name. So each card carries a
 number that is drawn anew. A rank that has all cards publishes what it has read (a digest of those numbers); it goes on
 when each other process has published the same. Nobody that is gone can have read a number that was drawn after.
+
+A rank may go on, and leave, before another one has looked whether it has read all. So what it has read stays on the
+board when its card is taken off: a digest, which tells nothing and fits no other meeting.
 """
 
 from __future__ import annotations
@@ -33,20 +36,26 @@ class Roster:
     def __init__(self, board: Board, job: str, number: int, rank: int, members: Sequence[int]) -> None:
         self._board = board
         self._names = {r: f"{job}.g{number}.r{r}" for r in members}
+        self._job, self._number = job, number
         self._rank = rank
         self._mine = process_id()
         self._said = ""
+        self._done = False  #: whether all have met, as far as we know
         self._found: dict[int, tuple[str, str, str]] = {}  # rank -> (number drawn, process, card)
         self._met: set[str] = {self._mine}  #: processes that have read what we have read
 
     def publish(self, card: str) -> None:
         """Put our card on the board. Raises ConfigError, OSError."""
+        if self._number >= 2:
+            # that meeting is over for all who are in this one
+            self._board.withdraw(f"{self._job}.g{self._number - 2}.r{self._rank}.met")
         self._board.publish(self._names[self._rank], f"{secrets.token_hex(8)} {self._mine} {card}")
 
     def withdraw(self) -> None:
-        """Take off what we put there."""
+        """Take our card off, and what we have read unless another rank may still wait for that."""
         self._board.withdraw(self._names[self._rank])
-        self._board.withdraw(self._names[self._rank] + ".met")
+        if not self._done:
+            self._board.withdraw(self._names[self._rank] + ".met")
 
     def look(self) -> dict[int, str] | None:
         """Return the cards of all members if all have met, else None; never waits. Raises ProtocolError."""
@@ -54,8 +63,7 @@ class Roster:
             known = self._found.get(rank)
             if known is None or known[1] not in self._met:  # it may be of an earlier run, and is replaced then
                 text = self._peek(name)
-                if text is None:
-                    self._found.pop(rank, None)
+                if text is None:  # not there yet; or it has met all and left, which it says below
                     continue
                 parts = text.split(" ", 2)
                 if len(parts) != 3:
@@ -73,6 +81,7 @@ class Roster:
                 self._met.add(process)
         if any(process not in self._met for _, process, _ in self._found.values()):
             return None
+        self._done = True
         return {rank: card for rank, (_, _, card) in self._found.items()}
 
     def missing(self) -> str:

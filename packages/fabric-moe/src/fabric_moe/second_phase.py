@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fabric_core import Expectation
 from fabric_moe.generation import COUNTS, CREDIT, ROWS, Write
 from fabric_moe.layout import MAGIC
 from fabric_moe.routing import Places, Span
-from fabric_moe.trouble import impossible_counts, other_step
+from fabric_moe.trouble import impossible_counts, other_step, overwritten
 
 if TYPE_CHECKING:
     from fabric_moe.group import MoeGroup
@@ -54,11 +55,7 @@ def _counted(group: MoeGroup, step: Step, counts: Expectation) -> None:
 def place(group: MoeGroup, step: Step) -> Places:
     """Place what is beyond the private rows, and send it. Called once, with the step's lock."""
     gen, slot = step.generation, step.slot
-    _check_heads(step)
-    counts = gen.inbound.counts[slot].astype(np.int64)
-    private = gen.inbound.heads[slot]["private"].astype(np.int64)
-    counts[~gen.alive] = 0
-    places = Places(counts, private, gen.config.private_max, gen.config.shared)
+    places = Places(*_said(step), gen.config.private_max, gen.config.shared)
     late = [(d, span) for d in gen.members if (span := places.late(gen.rank, d, 0))]
     gen.post(slot, ROWS, [row_write(step, d, span) for d, span in late])
     for d in gen.members:
@@ -69,17 +66,30 @@ def place(group: MoeGroup, step: Step) -> Places:
     return places
 
 
-def _check_heads(step: Step) -> None:
-    """Raise ProtocolError for counts that are of another step, or that no rank of this shape can have (C12)."""
-    gen, config = step.generation, step.generation.config
+def _said(step: Step) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Copy, once, what all ranks say, and check it: [R, R] rows from source for destination, [R] how many go early.
+
+    Raises ProtocolError for what is of another step, what no rank of this shape can have, or our own counts if they are
+    not those that we sent (C12).
+    """
+    gen, config, plan = step.generation, step.generation.config, step.route
+    heads = gen.inbound.heads[step.slot].copy()
+    counts = gen.inbound.counts[step.slot].astype(np.int64)
+    window = int(gen.outbound.heads[step.slot]["private"])
     for rank in gen.members:
-        head = gen.inbound.heads[step.slot][rank]
+        head, row = heads[rank], counts[rank]
         found = (int(head["magic"]), int(head["generation"]), int(head["step"]), int(head["rank"]))
         if found != (MAGIC, gen.number, step.number, rank):
             raise other_step(rank, found[1:3], (gen.number, step.number))
-        private, most = int(head["private"]), int(gen.inbound.counts[step.slot][rank].max())
-        if private > config.private_max or most > config.max_tokens:
-            raise impossible_counts(rank, private, most, config)
+        private, most, total = int(head["private"]), int(row.max()), int(row.sum())
+        if rank == gen.rank and (private != window or not np.array_equal(row, plan.counts)):
+            raise overwritten(rank, step.number)
+        if private > config.private_max or most > config.max_tokens or total > config.stage_rows:
+            raise impossible_counts(rank, private, most, total, config)
+    counts[~gen.alive] = 0
+    early = heads["private"].astype(np.int64)
+    early[~gen.alive] = 0
+    return counts, early
 
 
 # ---- more rows than the shared memory of a destination holds: they go in turns ---------------------------------------
@@ -109,7 +119,8 @@ def _credited(group: MoeGroup, step: Step) -> None:
             writes = []
             for d, turn in list(step.turn.items()):
                 credit = gen.inbound.credits[step.slot][d]
-                if int(credit["step"]) != step.number or int(credit["turn"]) != turn:
+                found = (int(credit["magic"]), int(credit["generation"]), int(credit["step"]), int(credit["turn"]))
+                if found != (MAGIC, gen.number, step.number, turn):
                     continue
                 span = places.late(gen.rank, d, turn)
                 assert span is not None

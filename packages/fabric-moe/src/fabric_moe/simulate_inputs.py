@@ -27,7 +27,7 @@ KERNELS = {
         "asked", 4.0, 8.0, 4.0, 7.0,
         "3 us + 1.5 x the bytes of 128 tokens at 3.3 TB/s: what this project asks of its kernels",
     ),
-    "h200": Kernels("h200", 7.6, 6.9, 13.0, 6.0, "this package's kernels, 128 tokens, 8 ranks on an H200; no proxy"),
+    "h200": Kernels("h200", 5.0, 6.4, 10.6, 6.3, "this package's kernels, 128 tokens, 8 ranks on an H200; no proxy"),
 }  # fmt: skip
 
 #: Microseconds from a GPU's stores of 14 KiB and a flag to another GPU of its node seeing them: half a round trip over

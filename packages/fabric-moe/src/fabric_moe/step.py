@@ -46,6 +46,11 @@ class Step:
         proxy = self.generation.proxy
         return self.error or (None if proxy is None else proxy.failed(self.slot))
 
+    def owes_rows(self) -> bool:
+        """Return whether tokens have not left: there was no room for them yet where they go to."""
+        proxy = self.generation.proxy
+        return bool(self.turn) if proxy is None else proxy.owes(self.slot)
+
     def must_be(self, state: str, call: str) -> None:
         """Raise StepError if the step is not in the state that a call needs."""
         if self.state != state:

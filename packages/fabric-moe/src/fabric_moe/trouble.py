@@ -19,11 +19,11 @@ def other_step(rank: int, found: tuple[int, int], here: tuple[int, int]) -> Prot
     )
 
 
-def impossible_counts(rank: int, private: int, most: int, config: MoeConfig) -> ProtocolError:
+def impossible_counts(rank: int, private: int, most: int, total: int, config: MoeConfig) -> ProtocolError:
     """Return the error of counts that no rank of this shape can have."""
     return ProtocolError(
-        f"rank {rank} says that it sends {private} private rows and up to {most} in all; at most {config.private_max} "
-        f"and {config.max_tokens} are agreed"
+        f"rank {rank} says that it sends {private} private rows, up to {most} to a rank and {total} in all; at most "
+        f"{config.private_max}, {config.max_tokens} and {config.stage_rows} are agreed"
     )
 
 

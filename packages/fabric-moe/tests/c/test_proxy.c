@@ -55,6 +55,7 @@ static moe_rank *opened(uint32_t me) {
                        .out_rows = COUNTS,
                        .row_bytes = ROW,
                        .shared = SHARED,
+                       .stage_rows = RANKS * MOST,
                        .transfer_ns = 1,
                        .patience_ns = 20000000000ull,
                        .ranks = RANKS,

@@ -27,6 +27,7 @@ class Send(ctypes.Structure):
         ("given", ctypes.c_int32),
         ("wide", ctypes.c_int32),
         ("each", ctypes.c_int32),
+        ("split", ctypes.c_int32),
     )
 
 

@@ -10,7 +10,8 @@ template <int T> struct Size {
 };
 #define UNIT widest(HIDDEN, 8)  // elements that a lane works on at a time
 #define UNITS (HIDDEN / UNIT)
-#define BATCH 2  // of these at a time
+#define BATCH 2 // of these at a time
+#define DEPTH 4 // experts of a row whose numbers are under way at a time
 
 template <int T> struct Num {
     typedef u16 type;
@@ -58,47 +59,6 @@ struct BackArgs {
     int weighted, flags; // weighted: by the plan's weights
 };
 
-// Where a warp is in its rows, as far as reading goes: which part of which row, which units of it, which of its
-// experts. All lanes walk alike. The next row's plan is under way.
-struct Walk {
-    Planned row, next_row;
-    u32 item, m;
-    int b, high, k;
-    __device__ __forceinline__ void top() { // the row's first expert
-        k = 0;
-        m = __ballot_sync(~0u, row.at[0] != ~0u);
-        while (CHUNKS > 1 && m == 0 && k + 1 < CHUNKS) seek();
-    }
-    __device__ __forceinline__ void seek() {
-        k++;
-#pragma unroll
-        for (int i = 1; i < CHUNKS; i++)
-            if (i == k) m = __ballot_sync(~0u, row.at[i] != ~0u);
-    }
-    __device__ __forceinline__ void begin(const Share &share) {
-        b = item % share.parts * share.span;
-        high = b + share.span < UNITS ? b + share.span : UNITS;
-        top();
-    }
-    // The next expert, or the first one for the next units or of the next row. Returns whether the former sum is whole.
-    __device__ __forceinline__ bool next(const Share &share, u32 items, const u32 *plan) {
-        m &= m - 1;
-        while (CHUNKS > 1 && m == 0 && k + 1 < CHUNKS) seek();
-        if (m) return false;
-        b += BATCH * 32;
-        if (b < high) {
-            top();
-            return true;
-        }
-        item += share.step;
-        if (item >= items) return true;
-        row = next_row;
-        if (item + share.step < items) next_row.read(plan + (u64)((item + share.step) / share.parts) * PLAN_WORDS);
-        begin(share);
-        return true;
-    }
-};
-
 template <int T> __device__ __forceinline__ void send_back(const BackArgs &a) {
     const Common &c = a.c;
     const int tid = threadIdx.x, in = tid & 31;
@@ -106,81 +66,72 @@ template <int T> __device__ __forceinline__ void send_back(const BackArgs &a) {
     const u64 peer = tid < RANKS ? c.peers[tid] : 0;
     const u32 counted = a.starts[RANKS], most = RANKS * MAX_TOKENS;
     // If all rows that can come are shared out finely, the first plan can be read before it is known how many came.
-    Share share(most, UNITS, BATCH * 32);
-    const bool fine = share.span <= 64;
-    Walk ahead;
-    ahead.item = share.first();
-    if (fine && ahead.item < most * share.parts) ahead.row.read(a.plan + (u64)(ahead.item / share.parts) * PLAN_WORDS);
+    Share<UNITS, BATCH * 32, 16> share(most);
+    const bool early = share.fine();
+    Planned coming;
+    u32 item = share.first();
+    if (early && item < most * share.FINE) coming.read(a.plan + (u64)share.row(item) * PLAN_WORDS);
     if (broken) return;
     const u32 all = a.flags & FLAG_DISCARDED ? 0 : counted;
-    if (!fine) share = Share(all, UNITS, BATCH * 32);
-    const u32 items = all * share.parts;
-    if (ahead.item < items) {
-        if (!fine) ahead.row.read(a.plan + (u64)(ahead.item / share.parts) * PLAN_WORDS);
-        if (ahead.item + share.step < items)
-            ahead.next_row.read(a.plan + (u64)((ahead.item + share.step) / share.parts) * PLAN_WORDS);
-        ahead.begin(share);
-        auto fetch = [&](Pack<T> *into) {
-            const int lane = __ffs(ahead.m) - 1;
-            u32 at = __shfl_sync(~0u, ahead.row.at[0], lane);
-            float weight = __shfl_sync(~0u, ahead.row.weight[0], lane);
+    if (!early) share = Share<UNITS, BATCH * 32, 16>(all);
+    const u32 items = all * share.parts();
+    if (!early && item < items) coming.read(a.plan + (u64)share.row(item) * PLAN_WORDS);
+#pragma unroll 1
+    for (; item < items; item += share.step) {
+        const Planned row = coming;
+        if (item + share.step < items) coming.read(a.plan + (u64)share.row(item + share.step) * PLAN_WORDS);
+        const int low = share.low(item), high = low + share.span() < UNITS ? low + share.span() : UNITS;
+#pragma unroll 1
+        for (int b = low + in; b - in < high; b += BATCH * 32) {
+            float sum[BATCH][UNIT] = {};
 #pragma unroll
-            for (int i = 1; i < CHUNKS; i++) {
-                const u32 other = __shfl_sync(~0u, ahead.row.at[i], lane);
-                const float heavy = __shfl_sync(~0u, ahead.row.weight[i], lane);
-                if (i == ahead.k) at = other, weight = heavy;
-            }
-            const u8 *y = a.y + at * (u64)(HIDDEN * Size<T>::value);
+            for (int k = 0; k < CHUNKS; k++) {
+                u32 m = __ballot_sync(~0u, row.at[k] != ~0u); // experts of the row, which are added in their order
+#pragma unroll 1
+                while (m) {
+                    const int deep = T == F32 ? DEPTH / 2 : DEPTH; // as a thread's registers hold them
+                    Pack<T> v[deep][BATCH];
+                    float weight[deep];
+                    u32 left = m;
 #pragma unroll
-            for (int n = 0; n < BATCH; n++)
-                if (ahead.b + n * 32 + in < ahead.high) into[n].load(y + (ahead.b + n * 32 + in) * Pack<T>::bytes);
-            return weight;
-        };
-        Pack<T> now[BATCH];
-        float weight = fetch(now);
-        float sum[BATCH][UNIT] = {};
-        while (true) { // the next numbers are on their way while these are added
-            u8 *out = (u8 *)ahead.row.sum + (ahead.b + in) * Pack<WIRE>::bytes;
-            const int left = ahead.high - ahead.b - in;
-            const bool complete = ahead.next(share, items, a.plan), more = ahead.item < items;
-            Pack<T> coming[BATCH];
-            float following = 0;
-            if (more) following = fetch(coming);
+                    for (int q = 0; q < deep; q++) {
+                        if (!left) break;
+                        const int lane = __ffs(left) - 1;
+                        left &= left - 1;
+                        const u8 *y = a.y + __shfl_sync(~0u, row.at[k], lane) * (u64)(HIDDEN * Size<T>::value);
+                        weight[q] = __shfl_sync(~0u, row.weight[k], lane);
 #pragma unroll
-            for (int n = 0; n < BATCH; n++)
-#pragma unroll
-                for (int i = 0; i < UNIT; i++) {
-                    const float term = widen(now[n], i);
-                    sum[n][i] = __fadd_rn(sum[n][i], a.weighted ? __fmul_rn(term, weight) : term);
-                }
-            if (complete) {
-#pragma unroll
-                for (int n = 0; n < BATCH; n++) {
-                    Pack<WIRE> p;
-#pragma unroll
-                    for (int i = 0; i < UNIT; i++) {
-                        narrow(p, i, sum[n][i]);
-                        sum[n][i] = 0;
+                        for (int n = 0; n < BATCH; n++)
+                            if (b + n * 32 < high) v[q][n].load(y + (b + n * 32) * Pack<T>::bytes);
                     }
-                    if (n * 32 < left) p.store(out + n * 32 * Pack<WIRE>::bytes);
+#pragma unroll
+                    for (int q = 0; q < deep; q++) {
+                        if (!m) break;
+                        m &= m - 1;
+#pragma unroll
+                        for (int n = 0; n < BATCH; n++)
+#pragma unroll
+                            for (int i = 0; i < UNIT; i++) {
+                                const float term = widen(v[q][n], i);
+                                sum[n][i] = __fadd_rn(sum[n][i], a.weighted ? __fmul_rn(term, weight[q]) : term);
+                            }
+                    }
                 }
             }
-            if (!more) break;
-            weight = following;
 #pragma unroll
-            for (int n = 0; n < BATCH; n++) now[n] = coming[n];
+            for (int n = 0; n < BATCH; n++) {
+                Pack<WIRE> p;
+#pragma unroll
+                for (int i = 0; i < UNIT; i++) narrow(p, i, sum[n][i]);
+                if (b + n * 32 < high) p.store((u8 *)row.sum + (b + n * 32) * Pack<WIRE>::bytes);
+            }
         }
     }
-    const u64 flags = peer + IN_SUM_FLAGS + c.slot * (u64)IN_STRIDE + 8 * c.rank * SUM_PARTS;
-    const bool told = tid < RANKS && (c.alive >> tid & 1);
-    const u64 word = (u64)epoch << 32 | a.flags;
-#if SUM_PARTS > 1
-    __syncthreads();
-    if (told) store_release(flags + 8 * blockIdx.x, word);
-    if (told && blockIdx.x == 0)
-        for (int p = gridDim.x; p < SUM_PARTS; p++) store_relaxed(flags + 8 * p, word);
+#if SUM_PARTS
+    tell_all<SUM_PARTS>(c, IN_SUM_FLAGS, peer, blockIdx.x == 0, gridDim.x - 1, blockIdx.x - 1, epoch, a.flags, true);
 #else
-    if (last_block(&c.local->done[1]) && told) store_release(flags, word);
+    if (last_block(&c.local->done[1]) && tid < RANKS && (c.alive >> tid & 1))
+        store_release(peer + IN_SUM_FLAGS + c.slot * (u64)IN_STRIDE + 8 * c.rank, (u64)epoch << 32 | a.flags);
 #endif
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_combine_send_bfloat16(const __grid_constant__ BackArgs a) {

@@ -12,7 +12,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-#define THREADS 512
+#define THREADS 512 // of a block, at most
 #define WARPS (THREADS / 32)
 #define CHUNKS ((TOPK + 31) / 32)
 #define RANK_CHUNKS ((RANKS + 31) / 32)
@@ -66,9 +66,23 @@ __device__ __forceinline__ u64 load_acquire(const void *at) {
 __device__ __forceinline__ void store_release(u64 at, u64 v) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(v) : "memory");
 }
-// For a word that nothing else is read or written by the leave of.
-__device__ __forceinline__ void store_relaxed(u64 at, u64 v) {
-    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(v) : "memory");
+// For words that nothing else is read or written by the leave of.
+__device__ __forceinline__ void store_relaxed(u64 at, u32 v) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
+}
+__device__ __forceinline__ void store_four_relaxed(u64 at, u32 v) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %1, %1, %1};" ::"l"(at), "r"(v) : "memory");
+}
+__device__ __forceinline__ uint4 load_four_acquire(u64 at) {
+    uint4 v;
+    asm volatile("ld.acquire.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(at)
+                 : "memory");
+    return v;
+}
+__device__ __forceinline__ void store_mark(u64 at, u32 v) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
 }
 __device__ __forceinline__ u64 now() {
     u64 t;
@@ -112,10 +126,6 @@ __device__ __forceinline__ int owner(int expert) {
 }
 __device__ __forceinline__ int first_of(int rank) { return rank * EACH + (rank < MORE ? rank : MORE); }
 
-__device__ __forceinline__ u64 region(const Common &c, int rank, u64 at) {
-    return c.peers[rank] + at + c.slot * (u64)IN_STRIDE;
-}
-
 // ---- the rows of a step, as a receiver goes through them --------------------------------------------------------
 
 // Where the rows of each source begin, if they are counted through all sources. A warp's: lane l knows sources l and
@@ -128,12 +138,13 @@ struct Sources {
 #pragma unroll
         for (int k = 0; k < RANK_CHUNKS; k++) {
             u32 n = rows[k] = k * 32 + lane < RANKS ? counted[k * 32 + lane] : 0;
-            for (int d = 1; d < 32; d *= 2) {
+#pragma unroll
+            for (int d = 1; d < (RANKS < 32 ? RANKS : 32); d *= 2) {
                 const u32 left = __shfl_up_sync(~0u, n, d);
                 if (lane >= d) n += left;
             }
-            upto[k] = all + n;
-            all += __shfl_sync(~0u, n, 31);
+            upto[k] = k * 32 + lane < RANKS ? all + n : ~0u;
+            all += __shfl_sync(~0u, n, (RANKS < 32 ? RANKS : 32) - 1);
         }
     }
     __device__ __forceinline__ int of(u32 row) const {
@@ -177,20 +188,6 @@ __device__ __forceinline__ void read_meta(Chosen &c, const u32 *meta) {
     c.home = meta[3 * TOPK];
 }
 
-// table: [source][expert] where the copies of an expert's rows begin; null: one copy for the row, at `alone`.
-__device__ __forceinline__ void place_copies(Chosen &c, const u32 *table, int source, int held, u32 alone) {
-#pragma unroll
-    for (int k = 0; k < CHUNKS; k++) {
-        if (table) {
-            c.mask[k] = __ballot_sync(~0u, c.id[k] >= 0);
-            c.at[k] = c.id[k] >= 0 ? table[source * held + c.id[k]] + c.place[k] : 0;
-        } else {
-            c.mask[k] = k == 0;
-            c.at[k] = alone;
-        }
-    }
-}
-
 // What combine_send does with a row, as dispatch_recv found it out: where the sum goes (two words), where the copies
 // for each of its top-k lie (~0: none here), their weights.
 #define PLAN_WORDS (2 * TOPK + 2)
@@ -221,18 +218,27 @@ struct Planned {
     }
 };
 
-// How rows are shared out: a warp takes a part of a row, at most `most` parts, as many as keep all warps busy. Warps of
-// different blocks come first, so that few rows spread over all multiprocessors.
-struct Share {
-    u32 parts, step;
-    int span; // units of a part: a multiple of `grain`
-    __device__ __forceinline__ Share(u32 rows, int units, int grain) {
-        const int most = (units + grain - 1) / grain;
-        u32 n = most;
-        while (n > 1 && (u64)rows * n > 4ull * gridDim.x * WARPS) n = (n + 1) / 2;
-        span = (most + n - 1) / n * grain;
-        parts = (units + span - 1) / span;
-        step = gridDim.x * WARPS;
+// How rows are shared out: a warp takes a part of a row, of `FINE` parts if that gives no warp more than ROUNDS of them,
+// else of a power of two. Warps of different blocks come first, so that few rows spread over all multiprocessors.
+template <int WHOLE, int GRAIN, int ROUNDS> struct Share { // units of a row, of the smallest part
+    static const u32 FINE = (WHOLE + GRAIN - 1) / GRAIN;
+    u32 step;
+    int log; // -1: FINE parts
+    __device__ __forceinline__ explicit Share(u32 rows, bool whole = false) { // whole: rows are not divided
+        step = gridDim.x * (blockDim.x / 32);
+        log = -1;
+        if (FINE == 1 || (!whole && (u64)rows * FINE <= (u64)ROUNDS * step)) return;
+        log = whole ? 0 : 31 - __clz(FINE - 1);
+        while (log && (u64)rows << log > (u64)ROUNDS * step) log--;
+    }
+    __device__ __forceinline__ bool fine() const { return log < 0; }
+    __device__ __forceinline__ u32 parts() const { return log < 0 ? FINE : 1u << log; }
+    __device__ __forceinline__ u32 row(u32 item) const { return log < 0 ? item / FINE : item >> log; }
+    __device__ __forceinline__ int low(u32 item) const { // where the part begins
+        return (int)(log < 0 ? item % FINE * GRAIN : (item & ((1u << log) - 1)) * span());
+    }
+    __device__ __forceinline__ int span() const {
+        return log < 0 ? GRAIN : (int)((FINE + (1u << log) - 1) >> log) * GRAIN;
     }
     __device__ __forceinline__ u32 first() const { return blockIdx.x + gridDim.x * (threadIdx.x / 32); }
 };

@@ -26,7 +26,8 @@ __all__ = ["SOURCES", "cubin", "source"]
 log = logging.getLogger("fabric.moe")
 
 SOURCES = (
-    "common.cuh", "waiting.cuh", "tokens.cuh", "dispatch_one.cuh", "dispatch_send.cu", "dispatch_recv.cu", "combine.cu",
+    "common.cuh", "waiting.cuh", "tokens.cuh", "dispatch_one.cu", "dispatch_send.cu", "places.cuh",
+    "dispatch_recv.cu", "combine.cu",
 )  # fmt: skip
 _OPTIONS = ("--std=c++17", "-lineinfo")
 
@@ -108,13 +109,13 @@ def _folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fabric"
 
 
-def cubin(macros: Mapping[str, int], arch: str) -> bytes:
-    """Return the kernels as machine code for `arch` ("sm_90") with these constants.
+def cubin(macros: Mapping[str, int], arch: str, text: str | None = None) -> bytes:
+    """Return the kernels as machine code for `arch` ("sm_90") with these constants. text: of others than `source()`.
 
     What was compiled is read from disk if nothing changed: source, constants, compiler, options. A cache that cannot be
     used costs time and no more. Raises Unsupported without NVRTC, BackendError with what it said.
     """
-    text = source()
+    text = source() if text is None else text
     options = [
         *_OPTIONS,
         f"--gpu-architecture={arch}",

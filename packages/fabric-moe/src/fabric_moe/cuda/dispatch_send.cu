@@ -5,10 +5,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_dispatch_send(const __grid_constant__ SendArgs a) {
     extern __shared__ u64 shared[];
     const Common &c = a.c;
-#if CHUNKS == 1
-    if (a.each == 1) return send_one(a);
-#endif
-    const int tid = threadIdx.x, lane = tid & 31, each = a.each;
+    const int tid = threadIdx.x, each = a.each;
     u64 *mask = shared; // [each] ranks of a token
     u64 *peers = mask + each; // [RANKS]
     u32 *hist = (u32 *)(peers + RANKS); // [EXPERTS] earlier copies for an expert
@@ -19,11 +16,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_dispatch_send(const
     u32 *to = slot + each * FAN; // [each * FAN] that rank
     float *weights = (float *)(to + each * FAN); // [each * TOPK]
     const u32 broken = c.local->broken, epoch = c.local->begun[c.slot] + 1;
-    const int live = live_tokens(a);
-    const int first = blockIdx.x * each;
+    const int first = blockIdx.x * each, said = a.live ? *a.live : a.tokens;
+    // What can be read at once is on its way: ids of the first tokens before, the first token of each group of lanes.
+    const int given = first < a.tokens ? first : a.tokens;
+#if CHUNKS == 1
+    Before<8, THREADS> some;
+    some.read(a, 0, given);
+#endif
+    const u64 peer = tid < RANKS ? c.peers[tid] : 0;
+    const int live = live_tokens(a, said);
     const int own = live - first < each ? (live > first ? live - first : 0) : each;
 
-    // The first token of each group of lanes is on its way while the places are found.
     const int groups = each < WARPS ? each : WARPS, wide = THREADS / groups;
     const int group = tid / wide, in = tid % wide;
     Vec ahead[AHEAD];
@@ -38,29 +41,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_dispatch_send(const
     Svec scale_ahead;
     if (group < own && in < SVECS) scale_ahead = ((const Svec *)(a.scales + (i64)(first + group) * SCALE_BYTES))[in];
 #endif
-    // and so are the ids of the first tokens before
-    const int before = first < live ? first : live;
-    i64 some[AT_ONCE];
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) some[i] = i < TOPK && tid < before ? raw_id(a, tid, i) : -1;
-    const u64 peer = tid < RANKS ? c.peers[tid] : 0;
     i64 id = tid < own * TOPK ? raw_id(a, first + tid / TOPK, tid % TOPK) : -1;
     float weight = tid < own * TOPK ? weight_at(a, first + tid / TOPK, tid % TOPK) : 1.f;
     for (int i = tid; i < EXPERTS + RANKS; i += THREADS) hist[i] = 0;
     if (tid < RANKS) peers[tid] = peer;
+    bool wrong = false;
 #pragma unroll 1
     for (int p = tid; p < each * TOPK; p += THREADS) {
         if (p != tid) {
             id = p < own * TOPK ? raw_id(a, first + p / TOPK, p % TOPK) : -1;
             weight = p < own * TOPK ? weight_at(a, first + p / TOPK, p % TOPK) : 1.f;
         }
-        ids[p] = checked(a, id, first + p / TOPK);
+        const int e = reachable(a, id);
+        wrong |= e < 0 && id != -1;
+        ids[p] = e;
         weights[p] = weight;
     }
     if (broken) return;
     __syncthreads();
 
-    count_before(a, before, some, hist, rows);
+    const int before = first < live ? first : live;
+#if CHUNKS == 1
+    some.count(a, before, hist, rows);
+#else
+    count_long(a, before, hist, rows);
+#endif
 #pragma unroll 1
     for (int t = tid; t < each; t += THREADS) {
         u64 m = 0;
@@ -76,6 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_dispatch_send(const
     for (int p = tid; p < own * TOPK; p += THREADS) {
         int e = ids[p];
         u32 n = e >= 0 ? hist[e] : 0;
+#pragma unroll 8
         for (int q = 0; q < p; q++) n += ids[q] == e;
         place[p] = n;
     }
@@ -130,5 +136,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) moe_dispatch_send(const
         }
     }
 
-    rows_are_sent(c, epoch, peers, hist);
+    rows_are_sent(c, epoch, peer, hist, gridDim.x - 1, blockIdx.x, 0);
+    if (wrong)
+        for (int p = tid; p < own * TOPK; p += THREADS) {
+            const i64 found = raw_id(a, first + p / TOPK, p % TOPK);
+            if (reachable(a, found) < 0 && found != -1) complain(a, found, first + p / TOPK);
+        }
+    if (said != live) bad_live(a, said);
 }

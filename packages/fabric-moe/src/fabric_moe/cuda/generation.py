@@ -26,8 +26,8 @@ log = logging.getLogger("fabric.moe")
 UNREACHABLE_AT = 4 * (16 + 2 + 1)  # in `struct Local` of common.cuh
 _PATIENCE = 1.0  # seconds that one who leaves in good order waits for other processes to leave too
 _NAMES = (
-    "moe_dispatch_send", "moe_dispatch_recv", "moe_combine_recv", "moe_combine_send_bfloat16",
-    "moe_combine_send_float16", "moe_combine_send_float32",
+    "moe_dispatch_send", "moe_dispatch_send_one", "moe_dispatch_recv", "moe_combine_recv",
+    "moe_combine_send_bfloat16", "moe_combine_send_float16", "moe_combine_send_float32",
 )  # fmt: skip
 
 

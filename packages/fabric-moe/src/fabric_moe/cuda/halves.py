@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabric_core import BadRange
 from fabric_moe.cuda.arguments import Back, Recv, Send, Sum, here, rows_of
+from fabric_moe.cuda.blocks import THREADS, each_of, recv_grid, send_grid, sums_grid
 from fabric_moe.cuda.generation import GpuGeneration
 from fabric_moe.cuda.views import KINDS, GpuReceived, GpuView
 from fabric_moe.dtypes import bits_of, torch_dtype, type_name
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["GpuStep", "combine_recv", "combine_send", "discard", "dispatch_send", "lay_out"]
 
-_THREADS, _WARPS = 512, 16  # as in common.cuh
-_BLOCKS_EACH = 2  # per multiprocessor
 _DISCARDED = 16
 
 
@@ -72,27 +71,6 @@ class GpuStep:
         return f"<Step {self.number}: {self.state}>"
 
 
-def _each(gen: GpuGeneration, tokens: int) -> int:
-    """Return how many tokens a block takes: a power of two, so that all blocks run at once."""
-    blocks, each = _BLOCKS_EACH * gen.device.multiprocessors, 1
-    while -(-tokens // each) > blocks:
-        each *= 2
-    return each
-
-
-def _each_sent(gen: GpuGeneration, tokens: int) -> int:
-    """Return how many tokens a block of dispatch_send takes: fewer where they do not fit into a block's memory."""
-    each = _each(gen, tokens)
-    while each > 1 and gen.layout.send_shared(each) > gen.device.shared_limit:
-        each //= 2
-    return each
-
-
-def _grid(gen: GpuGeneration, rows: int) -> int:
-    """Return the blocks for at most so many rows."""
-    return max(1, min(_BLOCKS_EACH * gen.device.multiprocessors, rows))
-
-
 def _stream(gen: GpuGeneration) -> int:
     import torch
 
@@ -135,16 +113,14 @@ def dispatch_send(group: MoeGroup, x: Any, ids: Any, weights: Any, scales: Any, 
             raise BadRange(f"live is {live.dtype} of shape {tuple(live.shape)}: one int32 is wanted")
     ids = ids.contiguous()
     number, slot = group.free_slot()
-    each = _each_sent(gen, tokens)
+    kernel, blocks, threads, each, split = send_grid(gen, tokens)
     arguments = Send(
         gen.common(slot), x.data_ptr(), scales.data_ptr() if config.scale_bytes else 0, ids.data_ptr(),
         0 if weights is None else weights.data_ptr(), 0 if live is None else live.data_ptr(), tokens, given,
-        ids.dtype == torch.int64, each,
+        ids.dtype == torch.int64, each, split,
     )  # fmt: skip
     step = GpuStep(number, slot, gen, tokens, (x, scales, ids, weights, live))
-    gen.kernels["moe_dispatch_send"].launch(
-        -(-tokens // each) + 1, _THREADS, gen.layout.send_shared(each), _stream(gen), arguments
-    )  # fmt: skip
+    gen.kernels[kernel].launch(blocks, threads, gen.layout.send_shared(each), _stream(gen), arguments)
     group.steps[slot] = step
     group.next_step += 1
     return step
@@ -170,9 +146,11 @@ def lay_out(view: GpuView, capacity: int, alignment: int) -> None:
         at(view.source_rows), at(view.plan), at(view.local_ids), at(view.weights), at(view.expert_rows), capacity,
         alignment, KINDS[view.kind], held,
     )  # fmt: skip
-    blocks = _grid(gen, view.received.most_rows)
+    rows = view.received.most_rows
+    if rows * gen.config.topk + held * alignment >= 1 << 32:
+        raise BadRange(f"alignment={alignment}: the rows of {held} experts would not be counted by 32 bits; lower it")
     gen.kernels["moe_dispatch_recv"].launch(
-        blocks, _THREADS, gen.layout.recv_shared(held), _stream(gen), arguments
+        *recv_grid(gen, rows), gen.layout.recv_shared(held), _stream(gen), arguments
     )  # fmt: skip
     step.view = view
 
@@ -197,8 +175,7 @@ def combine_send(view: GpuView, y: Any, weighted: bool, dtype: str | None) -> No
     arguments = Back(
         gen.common(step.slot), y.data_ptr(), view.plan.data_ptr(), view.source_rows.data_ptr(), weighted and not once, 0
     )
-    blocks, parts = _grid(gen, view.received.most_rows), gen.layout.sum_parts
-    kernel.launch(min(blocks, parts) if parts > 1 else blocks, _THREADS, 0, _stream(gen), arguments)
+    kernel.launch(sums_grid(gen, view.received.most_rows), THREADS, 0, _stream(gen), arguments)
     step.keep = (*step.keep, y)
     step.state = RETURNED
 
@@ -212,7 +189,7 @@ def discard(step: GpuStep) -> None:
     view = step.view
     assert view is not None
     arguments = Back(gen.common(step.slot), 0, view.plan.data_ptr(), view.source_rows.data_ptr(), 0, _DISCARDED)
-    gen.kernels["moe_combine_send_bfloat16"].launch(1, _THREADS, 0, _stream(gen), arguments)
+    gen.kernels["moe_combine_send_bfloat16"].launch(1, THREADS, 0, _stream(gen), arguments)
     step.state = RETURNED
 
 
@@ -238,11 +215,11 @@ def combine_recv(step: GpuStep, out: Any, accumulate: bool) -> Any:
         )
     if out.data_ptr() % 16:
         raise BadRange("out= must begin at a multiple of 16 bytes")
-    each = _each(gen, step.tokens)
+    each = each_of(gen, step.tokens)
     parts = 2 if each == 1 and step.tokens <= gen.device.multiprocessors else 1
     arguments = Sum(gen.common(step.slot), out.data_ptr(), step.tokens, each, parts, accumulate)
     blocks = max(1, -(-step.tokens // each)) * parts
-    gen.kernels["moe_combine_recv"].launch(blocks, _THREADS, 0, _stream(gen), arguments)
+    gen.kernels["moe_combine_recv"].launch(blocks, THREADS, 0, _stream(gen), arguments)
     step.state = DONE
     step.view = None
     step.keep = ()  # torch keeps memory for the stream that used it

@@ -17,13 +17,19 @@ MAX_RANKS = 64  #: a set of ranks is a word of 64 bits
 _MAX_EXPERTS = 8192  #: counters of all experts lie in a block's shared memory
 _MAX_TOPK = 128
 _LINE = 128
-_WORDS = 512  # flags that a block looks at: one for each of its threads
+_THREADS = 512  # of a block, as in common.cuh
+_MANY = 192  # blocks that keep a GPU busy
 _LOCAL = 512  # bytes of `struct Local` in common.cuh, with room
 _TYPES = {"bfloat16": 0, "float32": 1, "float16": 2}
 
 
 def _up(n: int, to: int = 16) -> int:
     return -(-n // to) * to
+
+
+def _most_marks(ranks: int) -> int:
+    """Return how many marks of each rank a block can look at: four by each thread that does not look at words."""
+    return 4 * (_THREADS - _up(ranks, 32)) // ranks // 4 * 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +64,8 @@ class GpuLayout:
         r, t = config.ranks, config.max_tokens
         scale_at = _up(config.token_bytes)
         row, meta = _up(scale_at + config.scale_bytes), _up(4 * (3 * config.topk + 1), 32)  # whole sectors
-        sum_flags = _up(8 * r * cls._row_parts(config), _LINE)
-        counts = sum_flags + _up(8 * r * cls._sum_parts(config), _LINE)
+        sum_flags = cls._told(r, cls._row_parts(config))
+        counts = sum_flags + cls._told(r, cls._sum_parts(config))
         in_meta = counts + _up(4 * r * cls._held(config), _LINE)
         rows = in_meta + _up(r * t * meta, _LINE)
         sums = rows + _up(r * t * row, _LINE)
@@ -76,22 +82,28 @@ class GpuLayout:
 
     @staticmethod
     def _row_parts(config: MoeConfig) -> int:
-        most = _WORDS // config.ranks
-        return config.max_tokens + 1 if config.max_tokens < most else 1
+        most, tokens = _most_marks(config.ranks), config.max_tokens
+        return _up(tokens, 4) if tokens <= most else 0
 
     @staticmethod
     def _sum_parts(config: MoeConfig) -> int:
-        most, rows = _WORDS // config.ranks, config.ranks * config.max_tokens
-        return min(rows, most) if rows <= 2 * most else 1
+        most, rows = _most_marks(config.ranks), config.ranks * config.max_tokens
+        return _up(rows, 4) if rows <= most else most if most >= _MANY and rows <= 8 * most else 0
+
+    @staticmethod
+    def _told(ranks: int, parts: int) -> int:
+        return _up(_up(8 * ranks) + 4 * ranks * parts, _LINE)
 
     @property
     def row_parts(self) -> int:
-        """Flags of one source for rows: one of each block of dispatch_send, or 1 that the last block writes for all."""
+        """Marks of one source for rows, beside a word of its last block: one for each other block of dispatch_send that
+        serves a rank. There are no more of them. 0: none, the block that ends last writes the word.
+        """
         return self._row_parts(self.config)
 
     @property
     def sum_parts(self) -> int:
-        """Flags of one source for sums, likewise; combine_send has no more blocks if it is above 1."""
+        """Marks of one source for sums, likewise, beside a word of the first block of combine_send."""
         return self._sum_parts(self.config)
 
     @property
@@ -116,7 +128,7 @@ class GpuLayout:
 
     def recv_shared(self, held: int) -> int:
         """Return the bytes of a block's memory that dispatch_recv takes on a rank with `held` experts."""
-        return 8 * (held + 1) + 4 * (self.config.ranks * (held + 2) + 1 + held)
+        return 4 * (self.config.ranks * (held + 1) + 2 * held + 1)
 
     @property
     def peers_at(self) -> int:

@@ -14,7 +14,7 @@ from fabric_moe.roster import process_id
 
 __all__ = ["VERSION", "Peers", "boot_id"]
 
-VERSION = 3
+VERSION = 4
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _HANDLE = 64
 
@@ -98,7 +98,7 @@ class Peers:
         if card["boot"] != boot_id():
             raise ConfigError(
                 f"rank {rank} is on another host ({card['address']}): GPUs write into each other's memory within one "
-                "host; open the group with device=None and give host tensors"
+                "host; open the group with through='engine' on all ranks, or with device=None and give host tensors"
             )
         try:
             self.at[rank] = _OPENED.take(self._device, handle)

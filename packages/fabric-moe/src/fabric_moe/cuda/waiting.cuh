@@ -31,14 +31,17 @@ __device__ COLD void give_up(const Common &c, u64 culprits) {
         if (r != (int)c.rank && (c.alive >> r & 1)) store_release(c.peers[r] + IN_NOTES + 8 * c.rank, culprits);
 }
 
-// Wait until a peer's word carries this epoch. One thread; returns 0, or because of whom it does not come: the peer, or
-// whom it has given up because of.
-__device__ COLD u64 await(const Common &c, u64 flag, int rank, u32 epoch) {
+__device__ __forceinline__ bool all_are(const uint4 &v, u32 epoch) {
+    return v.x == epoch && v.y == epoch && v.z == epoch && v.w == epoch;
+}
+// Wait until a peer's word carries this epoch, or four marks do. One thread; returns 0, or because of whom it does not
+// come: the peer, or whom it has given up because of.
+__device__ COLD u64 await(const Common &c, u64 at, bool four, int rank, u32 epoch) {
     const u64 note = c.mine + IN_NOTES + 8 * rank;
     u64 begin = 0;
     for (u32 n = 0;; n++) {
-        u64 v = load_acquire((const void *)flag);
-        if ((u32)(v >> 32) == epoch) return 0;
+        if (four ? all_are(load_four_acquire(at), epoch) : (u32)(load_acquire((const void *)at) >> 32) == epoch)
+            return 0;
         if ((n & 15) == 0) {
             u64 t = now(), noted = *(volatile u64 *)note;
             if (n == 0) begin = t;
@@ -57,27 +60,59 @@ __device__ COLD void end_step(const Common &c, u64 missing, u32 broken) {
     give_up(c, all);
 }
 
-// The whole block waits for the words of all ranks that take part, PARTS of each. `low`: what the first of them
-// carries. Returns whether all came, and the epoch.
+// What a source tells a receiver: a word, and, if PARTS is not 0, a mark of each of its other blocks. Words of all
+// sources come first, then PARTS marks of each.
+#define MARKS_AT ((8 * RANKS + 15) / 16 * 16)
+
+// The whole block waits for the words and marks of all ranks that take part. `low`: what the words carry. Returns whether
+// all came, and the epoch.
 template <int PARTS> __device__ __forceinline__ bool await_all(const Common &c, u64 flags, u32 *low, u32 *epoch) {
-    static_assert(RANKS * PARTS <= THREADS, "a thread looks at one word");
+    const int apart = (RANKS + 31) / 32 * 32, tid = threadIdx.x; // one warp waits for words, others meanwhile for marks
     const u32 broken = c.local->broken, e = c.local->epoch[c.slot]; // these and the first look are under way together
-    const int tid = threadIdx.x, rank = tid / PARTS;
-    const u64 at = c.mine + flags + c.slot * (u64)IN_STRIDE + 8 * tid;
+    const u64 at = c.mine + flags + c.slot * (u64)IN_STRIDE;
     u64 missing = 0;
-    if (tid < RANKS * PARTS) {
-        const u64 v = load_acquire((const void *)at);
-        u32 word = c.alive >> rank & 1 ? (u32)v : 0;
-        if ((c.alive >> rank & 1) && (u32)(v >> 32) != e && !broken) {
-            missing = await(c, at, rank, e);
-            word = *(volatile u32 *)at;
+    if (tid < RANKS) {
+        const u64 v = load_acquire((const void *)(at + 8 * tid));
+        u32 word = c.alive >> tid & 1 ? (u32)v : 0;
+        if ((c.alive >> tid & 1) && (u32)(v >> 32) != e && !broken) {
+            missing = await(c, at + 8 * tid, false, tid, e);
+            word = *(volatile u32 *)(at + 8 * tid);
         }
-        if (tid % PARTS == 0) low[rank] = word;
+        low[tid] = word;
+    }
+    if (PARTS && tid >= apart) {
+#pragma unroll 1
+        for (int q = tid - apart; q < RANKS * PARTS / 4 && !missing; q += blockDim.x - apart) {
+            const u64 marks = at + MARKS_AT + 16 * q;
+            const int rank = q / (PARTS ? PARTS / 4 : 1);
+            const uint4 v = load_four_acquire(marks);
+            if ((c.alive >> rank & 1) && !all_are(v, e) && !broken) missing = await(c, marks, true, rank, e);
+        }
     }
     *epoch = e;
     if (!__syncthreads_or(broken || missing)) return true;
     end_step(c, missing, broken);
     return false;
+}
+
+// The whole block is over, and what it wrote may be read. The `head` block writes the word, and the marks of blocks that
+// this step does not have, of which there are `there`; another one its own mark. Thread r does so at rank r, if it is told
+// (`mine`), whose memory is at `peer`.
+template <int PARTS>
+__device__ __forceinline__ void tell_all(const Common &c, u64 flags, u64 peer, bool head, u32 there, u32 index,
+                                         u32 epoch, u32 low, bool mine) {
+    const u32 tid = threadIdx.x;
+    const u64 at = peer + flags + c.slot * (u64)IN_STRIDE, marks = at + MARKS_AT + 4ull * PARTS * c.rank;
+    const bool told = tid < RANKS && mine && (c.alive >> tid & 1);
+    __syncthreads();
+    if (!told) return;
+    if (!head) return store_mark(marks + 4 * index, epoch);
+    store_release(at + 8 * c.rank, (u64)epoch << 32 | low);
+    u32 p = there;
+#pragma unroll 1
+    for (; p < PARTS && p % 4; p++) store_relaxed(marks + 4 * p, epoch);
+#pragma unroll 1
+    for (; p < PARTS; p += 4) store_four_relaxed(marks + 4 * p, epoch);
 }
 
 // The whole block is over. The last one of the grid returns true: what all blocks wrote happened before, by way of the

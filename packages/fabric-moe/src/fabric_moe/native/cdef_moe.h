@@ -46,7 +46,7 @@ enum {
     MOE_NOT_YET = 1, /* counts, or rows, are missing */
     MOE_FULL = 2, /* the engine takes nothing more at present */
     MOE_OTHER_STEP = 3, /* counts of `rank` are of `generation` and `step` */
-    MOE_BAD_COUNTS = 4, /* `rank` says that it sends `private_rows` early, and `most` rows to a rank */
+    MOE_BAD_COUNTS = 4, /* `rank` says that it sends `private_rows` early, `most` rows to a rank and `total` to all */
     MOE_REFUSED = 5 /* the engine said `rc` */
 };
 
@@ -56,7 +56,7 @@ typedef struct moe_shape { /* of a rank, in one generation; bytes unless they ar
     uint64_t local; /* number of the outbound memory */
     uint64_t in_stride, in_rows, in_sums, in_credits, counts_stride, out_stride, out_rows, out_sums;
     uint64_t row_bytes, sum_bytes;
-    uint64_t shared, stage_rows; /* rows: of the shared memory; of sums that are on their way */
+    uint64_t shared, stage_rows; /* rows: of the shared memory; of a rank in a step, and sums on their way */
     uint64_t transfer_ns, patience_ns; /* how long a transfer may take; how long a full engine is waited for */
     uint32_t ranks, rank, generation, depth, private_max, max_tokens;
 } moe_shape;
@@ -64,7 +64,7 @@ typedef struct moe_shape { /* of a rank, in one generation; bytes unless they ar
 typedef struct moe_trouble {
     int32_t code, rc;
     uint32_t rank, generation;
-    uint64_t step, private_rows, most;
+    uint64_t step, private_rows, most, total;
 } moe_trouble;
 
 typedef struct moe_sums { /* of one step */
@@ -94,6 +94,8 @@ void moe_attend(moe_rank *r, uint32_t slot); /* the caller waits for the counts 
 int moe_rest(moe_rank *r, uint32_t slot, moe_trouble *out);
 /* Copies what the ranks say: counts [ranks][ranks], private [ranks]. Refuses what no rank can have. */
 int moe_read(moe_rank *r, uint32_t slot, int64_t *counts, int64_t *private_rows, moe_trouble *out);
+/* 1: rows of the step have not left, but will if the others go on. */
+int moe_owes(moe_rank *r, uint32_t slot);
 int moe_look(moe_rank *r, uint32_t slot, moe_trouble *out); /* what went wrong on the other thread */
 
 /* moe_weigh into the places of all sources. Then heads are added, and all is sent. */
@@ -105,6 +107,28 @@ int moe_check_sums(moe_rank *r, uint32_t slot, uint8_t *flags, moe_trouble *out)
 
 /* Transfers of a slot: releases those that ended well, and hands over up to `cap` others, for the caller to release. */
 uint32_t moe_take(moe_rank *r, uint32_t slot, uint64_t *handles, uint32_t cap);
+
+/* ---- the same for a rank on a GPU, see gpu.h: a thread looks at words that kernels write in pinned memory ------------ */
+enum { MOE_GPU_COUNTS = 0, MOE_GPU_EARLY = 1, MOE_GPU_LATE = 2, MOE_GPU_SUMS = 3, MOE_GPU_SENDS = 4 };
+enum { MOE_GPU_IMM_COUNTS = 0, MOE_GPU_IMM_ROWS = 1, MOE_GPU_IMM_SUMS = 2, MOE_GPU_KINDS = 3 };
+typedef struct moe_gpu_shape { /* bytes unless they are counts */
+    uint64_t api, engine, control_local,
+        data_local; /* numbers of what is sent: counts, in host memory; rows and sums */
+    uint64_t control_in, control_out, mail, said, counted, arrived; /* addresses; the last four pinned */
+    uint64_t counted_stride, counts_stride, in_stride, in_sums, out_stride, out_sums, row_bytes, sum_bytes;
+    uint64_t alive, transfer_ns, shared,
+        sent; /* a set of ranks; ns; rows of the shared memory; rows of a rank at most */
+    uint32_t ranks, rank, generation, depth, max_tokens, topk, held, private_rows;
+} moe_gpu_shape;
+typedef struct moe_gpu moe_gpu;
+/* control, data, lifelines: [ranks]. theirs: [ranks][depth][MOE_GPU_KINDS]; ours: [depth][MOE_GPU_KINDS]. Copied. NULL: as above. */
+moe_gpu *moe_gpu_new(const moe_gpu_shape *shape, const uint64_t *control, const uint64_t *data, const uint32_t *theirs,
+                     const uint32_t *ours, const uint64_t *lifelines);
+int moe_gpu_finish(moe_gpu *g, uint64_t patience_ns); /* what is owed to others leaves; 1: not all did */
+void moe_gpu_note(moe_gpu *g,
+                  uint64_t ranks); /* tells all others because of whom this rank gives up, or that it leaves */
+int32_t moe_gpu_error(moe_gpu *g, uint64_t *culprits); /* a negative errno: what this rank itself cannot, or was sent */
+void moe_gpu_free(moe_gpu *g); /* nothing is submitted after it; before its immediates are freed */
 /* cdef-end */
 
 #endif

@@ -84,7 +84,7 @@ int moe_heads(moe_rank *r, uint32_t slot, int64_t *counts, int64_t *private_rows
 int moe_thread_join(moe_rank *r);  /* the thread looks after this rank */
 void moe_thread_leave(moe_rank *r); /* ... no longer, after the return */
 void moe_ring(void *bell);          /* a fab_bell_fn */
-uint32_t moe_help_begin(void);      /* this thread serves what rings from now on */
-void moe_help_end(uint32_t begun);  /* ... until here. Without a lock of ours */
+void moe_help_begin(void);          /* this thread serves what rings from now on, and what nobody has served */
+void moe_help_end(void);            /* ... until here. Without a lock of ours */
 
 #endif

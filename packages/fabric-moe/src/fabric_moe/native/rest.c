@@ -26,21 +26,23 @@ static int read_source(moe_rank *r, uint32_t slot, uint32_t q, int64_t *row, int
         out->step = head.step;
         return MOE_OTHER_STEP;
     }
-    uint64_t most = 0;
+    uint64_t most = 0, total = 0; /* sums come back for all of them, into memory that is made for stage_rows */
     bool wrong = head.private_rows > c->private_max || (q == c->rank && head.private_rows != s->window);
     for (uint32_t d = 0; d < c->ranks; d++) {
         uint32_t n = counts[d];
         most = n > most ? n : most;
+        total += n;
         if (q == c->rank && n != moe_rows_for(s, d)) wrong = true; /* ours: nobody else may write there */
         if (row) row[d] = n;
         else if (q < c->rank && n > head.private_rows) s->begin[d] += n - head.private_rows;
     }
     if (early) early[q] = head.private_rows;
-    if (!wrong && most <= c->max_tokens) return MOE_OK;
+    if (!wrong && most <= c->max_tokens && total <= c->stage_rows) return MOE_OK;
     moe_says(out, MOE_BAD_COUNTS, 0);
     out->rank = q;
     out->private_rows = head.private_rows;
     out->most = most;
+    out->total = total;
     return MOE_BAD_COUNTS;
 }
 
@@ -109,6 +111,15 @@ static bool waits_for_credit(const moe_rank *r, const moe_slot *s) {
     for (uint32_t d = 0; d < r->shape.ranks; d++)
         if (s->due[d] == 2) return true;
     return false;
+}
+
+int moe_owes(moe_rank *r, uint32_t slot) {
+    pthread_mutex_lock(&r->lock);
+    const moe_slot *s = &r->slots[slot];
+    bool owes = s->state == MOE_WAITING || s->state == MOE_SENDING;
+    for (uint32_t d = 0; s->state == MOE_SENT && d < r->shape.ranks; d++) owes = owes || s->due[d];
+    pthread_mutex_unlock(&r->lock);
+    return owes;
 }
 
 static int expect_credit(moe_rank *r, uint32_t slot) {

@@ -65,7 +65,8 @@ int moe_send_all(moe_rank *r, uint32_t slot, uint32_t kind, const moe_sums *sums
         if (!r->alive[d] || first) continue; /* it went with one before */
         int rc = MOE_FULL;
         while (rc == MOE_FULL) {
-            uint32_t n = 0, begun = moe_help_begin();
+            uint32_t n = 0;
+            moe_help_begin();
             pthread_mutex_lock(&r->lock); /* the proxy uses the same list of targets */
             for (uint32_t k = d; k < ranks; k++) {
                 if (!r->alive[k] || moe_imm(r, k, slot, kind) != imm) continue;
@@ -74,7 +75,7 @@ int moe_send_all(moe_rank *r, uint32_t slot, uint32_t kind, const moe_sums *sums
             }
             rc = n ? moe_submit(r, slot, n, imm, out) : MOE_OK;
             pthread_mutex_unlock(&r->lock);
-            moe_help_end(begun);
+            moe_help_end();
             if (rc == MOE_FULL && !made_room(r, began)) return moe_says(out, MOE_REFUSED, -EAGAIN);
         }
         if (rc) return rc;
@@ -112,7 +113,7 @@ static void hear_counts(moe_rank *r, uint32_t slot) {
 
 int moe_send_rows(moe_rank *r, uint32_t slot, moe_trouble *out) {
     int rc = moe_send_all(r, slot, MOE_ROWS, NULL, out);
-    uint32_t begun = moe_help_begin();
+    moe_help_begin();
     pthread_mutex_lock(&r->lock);
     moe_slot *s = &r->slots[slot];
     s->packed = !rc;
@@ -120,7 +121,7 @@ int moe_send_rows(moe_rank *r, uint32_t slot, moe_trouble *out) {
     int more = rc ? MOE_OK : moe_advance(r, slot);
     pthread_mutex_unlock(&r->lock);
     if (more == MOE_FULL) moe_ring(&s->counts); /* to be tried again */
-    moe_help_end(begun);
+    moe_help_end();
     return rc; /* of the rest: the receiving half raises it */
 }
 
@@ -132,13 +133,13 @@ int moe_rest(moe_rank *r, uint32_t slot, moe_trouble *out) {
     moe_slot *s = &r->slots[slot];
     uint64_t began = now_ns();
     for (;;) {
-        uint32_t begun = moe_help_begin();
+        moe_help_begin();
         pthread_mutex_lock(&r->lock);
         s->here = true; /* the caller has waited for them */
         int rc = moe_advance(r, slot);
         *out = s->trouble;
         pthread_mutex_unlock(&r->lock);
-        moe_help_end(begun);
+        moe_help_end();
         if (rc == MOE_NOT_YET) return moe_says(out, rc, 0);
         if (rc != MOE_FULL) return rc;
         if (!made_room(r, began)) return moe_says(out, MOE_REFUSED, -EAGAIN);

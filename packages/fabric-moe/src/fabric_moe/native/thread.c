@@ -18,6 +18,7 @@ static struct {
     moe_rank *ranks;
     bool running;
     _Atomic uint32_t rings, sleeping;
+    _Atomic uint32_t served; /* all that rang up to here was looked at, by whoever */
     _Atomic uint32_t helpers; /* threads that look at the rings before they leave */
 } proxy = {.lock = PTHREAD_MUTEX_INITIALIZER};
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -33,7 +34,8 @@ void moe_ring(void *bell) {
     atomic_store_explicit(&b->rung, 1, memory_order_release);
     if (atomic_load_explicit(&b->attended, memory_order_relaxed)) return;
     atomic_fetch_add_explicit(&proxy.rings, 1, memory_order_seq_cst);
-    /* a helper says that it leaves and then looks at the rings once more: one sees the other */
+    /* a helper that is there now looks, before it leaves, whether all rings were served: also those from before it began, as ours
+     * may be */
     if (!atomic_load_explicit(&proxy.helpers, memory_order_seq_cst)) wake();
 }
 
@@ -63,21 +65,22 @@ static bool serve(moe_rank *r) {
     return again;
 }
 
+/* [lock of the list] */
 static bool serve_all(void) {
+    uint32_t rings =
+        atomic_load_explicit(&proxy.rings, memory_order_seq_cst); /* whoever rang has set its bell before */
     bool again = false;
     for (moe_rank *r = proxy.ranks; r; r = r->next) again |= serve(r);
+    if (!again) atomic_store_explicit(&proxy.served, rings, memory_order_seq_cst);
     return again;
 }
 
-uint32_t moe_help_begin(void) {
-    atomic_fetch_add_explicit(&proxy.helpers, 1, memory_order_seq_cst);
-    return atomic_load_explicit(&proxy.rings, memory_order_relaxed);
-}
+void moe_help_begin(void) { atomic_fetch_add_explicit(&proxy.helpers, 1, memory_order_seq_cst); }
 
-void moe_help_end(uint32_t begun) {
+void moe_help_end(void) {
     uint32_t rings = atomic_load_explicit(&proxy.rings, memory_order_seq_cst);
     bool again = false;
-    if (rings != begun) {
+    if (rings != atomic_load_explicit(&proxy.served, memory_order_seq_cst)) {
         again = pthread_mutex_trylock(&proxy.lock) != 0; /* else another one is at it, but may be past some rank */
         if (!again) {
             again = serve_all();

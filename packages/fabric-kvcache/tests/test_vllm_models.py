@@ -26,7 +26,8 @@ from vllm_engines import LIMIT, Said, Server, complete, proxy
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TWO = ("--tensor-parallel-size", "2")
-NEAR = 0.25  # log probability
+EXACT = ("--dtype", "float32")
+NEAR = 0.25  # log probability, of bfloat16
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Pair:
     blocks: tuple[int, int] = (32, 32)
     options: dict[str, Any] = field(default_factory=dict)
     exact: bool = False  #: both compute the same sums
-    loose: bool = False  #: vLLM's own ways of computing a token differ by more than rounding
+    near: float = NEAR  #: tokens may part where two are nearer than that, in log probability
 
     def start(self, model: Path, folder: Path) -> list[Server]:
         how = {"timeout": LIMIT, "hold": LIMIT, **self.options}
@@ -52,9 +53,11 @@ class Pair:
 
 PAIRS = {
     "TP 2 to 1": Pair("qwen3", left=TWO),
+    "TP 1 to 2": Pair("qwen3", right=TWO),
     "blocks of 32 to 64": Pair("qwen3", blocks=(32, 64), options={"pieces": "tokens"}, exact=True),
     "sliding windows": Pair("gemma3"),
-    "latent vectors": Pair("deepseek", blocks=(16, 16), loose=True),
+    # A prompt's latent attention is computed in another way than a token's, and experts are chosen by what comes of it.
+    "latent vectors": Pair("deepseek", left=EXACT, right=EXACT, blocks=(16, 16), near=0.01),
 }
 
 
@@ -82,11 +85,9 @@ def test_a_pair(tmp_path: Path, name: str) -> None:
             server.wait()
         with proxy(prefill, decode, tmp_path / "proxy.log") as port:
             _hears(decode.port, [words.randrange(300, 20_000) for _ in range(100)])
-            equal, off, own = 0, 0.0, 0.0
+            equal = 0
             for length in (20, 64, 65, 300, 700):
                 prompt = [words.randrange(300, 20_000) for _ in range(length)]
-                decode.forget()
-                chunks = Said.of(complete(decode.port, prompt, 8)[1])
                 decode.forget()
                 alone = Said.by_itself(decode.port, prompt, 8)
                 decode.forget()
@@ -98,14 +99,12 @@ def test_a_pair(tmp_path: Path, name: str) -> None:
                 said = Said.of(answer)
                 gap = said.parts(alone)
                 print(length, told, "equal" if said == alone else f"parts at {gap}, apart {said.apart(alone):.4f}")
-                off, own = off + said.apart(alone), own + chunks.apart(alone)
-                assert pair.loose or gap is None or gap < NEAR, (length, gap)
+                assert gap is None or gap < pair.near, (length, gap)
+                assert said.apart(alone) < 4 * pair.near, "rounding makes no such difference"
                 if pair.exact:
                     assert said == alone, length
                 equal += gap is None
             assert equal > 0
-            # On processors vLLM computes latent attention of a prompt in one way and of a single token in another one.
-            assert not pair.loose or off < own / 2, (off, own)
     finally:
         for server in servers:
             server.close()

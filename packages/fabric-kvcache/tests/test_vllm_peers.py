@@ -66,3 +66,12 @@ def test_peers_have_time_unless_somebody_says_otherwise(open_rank: Ranks, monkey
     monkeypatch.setenv("FABRIC_HEARTBEAT", "2")
     assert heartbeat() == 2.0
     assert heartbeat(heartbeat=0.5) == 0.5
+
+    def contact() -> float:
+        settings: Settings = open_rank(cache_of(), role="p").worker.engine.settings
+        return settings.connect_timeout
+
+    monkeypatch.delenv("FABRIC_CONNECT_TIMEOUT", raising=False)
+    assert contact() == 10.0
+    monkeypatch.setenv("FABRIC_CONNECT_TIMEOUT", "3")
+    assert contact() == 3.0

@@ -29,7 +29,6 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "FABRIC_HEARTBEAT": "10",  # seconds: machines of tests are busy, and nobody is to be taken for lost therefore
     "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache
 }
 
@@ -48,6 +47,7 @@ class Server:
     def __init__(
         self, model: str, log: Path, *, role: str = "", port: int = 0, card: int = 0, block: int = BLOCK,
         extra: dict[str, Any] | None = None, arguments: tuple[str, ...] = (), policy: str = "fail",
+        connector: str = "fabric_kvcache.vllm:FabricConnector", environment: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.port, self.card, self.log = port or free_port(), card or free_port(), log
         command = [
@@ -57,8 +57,9 @@ class Server:
             "--logits-processors", "vllm_force:Force", *arguments,
         ]  # fmt: skip
         if role:
+            module, _, name = connector.partition(":")
             command += ["--kv-transfer-config", json.dumps({
-                "kv_connector": "FabricConnector", "kv_connector_module_path": "fabric_kvcache.vllm", "kv_role": role,
+                "kv_connector": name, "kv_connector_module_path": module, "kv_role": role,
                 "kv_load_failure_policy": policy, "kv_connector_extra_config": {"port": self.card, **(extra or {})},
             })]  # fmt: skip
         with log.open("wb") as file:
@@ -66,7 +67,7 @@ class Server:
                 command,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": _PATH},
+                env={**os.environ, **ENVIRONMENT, **(environment or {}), "PYTHONPATH": _PATH},
                 start_new_session=True,
             )
 

@@ -26,10 +26,10 @@ STEP = 0.125  # log probability
 WORDS = random.Random(10)
 
 
-def prompt(length: int) -> list[int]:
+def prompt(length: int, chance: random.Random = WORDS) -> list[int]:
     """Text-like: some words again and again, so that the model has something to go on with."""
-    words = [WORDS.randrange(300, 20_000) for _ in range(max(4, length // 6))]
-    return [WORDS.choice(words) for _ in range(length)]
+    words = [chance.randrange(300, 20_000) for _ in range(max(4, length // 6))]
+    return [chance.choice(words) for _ in range(length)]
 
 
 def planned(tokens: int, start: int = 0) -> int:

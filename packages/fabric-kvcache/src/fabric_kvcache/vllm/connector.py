@@ -1,7 +1,7 @@
 """`FabricConnector`: vLLM's interface for KV connectors, spoken by the halves in scheduling.py and worker.py.
 
-Written against vLLM 0.32. Methods of the interface that a version does not call do no harm; what one must have is
-checked in `__init__`.
+Written against vLLM 0.32. Methods of the interface that a version does not call do no harm. Before 0.30 workers cannot
+say which requests were not received, and the scheduler does not hand over its blocks: those versions are refused.
 """
 
 from __future__ import annotations
@@ -9,16 +9,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from typing import Any
-
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # type: ignore[import-not-found]
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
 
 from fabric_core import Unsupported
 from fabric_kvcache.vllm.card import Card, CardServer
@@ -28,6 +18,21 @@ from fabric_kvcache.vllm.specs import layer_caches, packing_of, rank_of
 from fabric_kvcache.vllm.stats import FabricPromMetrics, FabricStats
 from fabric_kvcache.vllm.steps import Report, Step
 from fabric_kvcache.vllm.worker import Worker
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # type: ignore[import-not-found]
+        KVConnectorBase_V1,
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorTransferResults,
+        KVConnectorWorkerMetadata,
+        SupportsHMA,
+    )
+except ImportError as error:
+    if error.name == "vllm":  # there is none
+        raise
+    raise Unsupported(f"FabricConnector is made for vLLM 0.30 to 0.32, and this one is another: {error}") from error
 
 __all__ = ["FabricConnector"]
 

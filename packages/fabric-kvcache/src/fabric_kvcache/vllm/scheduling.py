@@ -110,6 +110,7 @@ class Scheduling:
     def step(self, output: Any) -> Step:
         """Return what the workers are told for this step, which `output` schedules."""
         step, self._step = self._step, Step()
+        step.idle = not output.num_scheduled_tokens
         step.unwanted = self.waiting.take()
         step.preempted = {one for one in output.preempted_req_ids or () if one in self._sent}
         for new in output.scheduled_new_reqs:

@@ -124,6 +124,11 @@ class Sends:
                 self._gone.add(prompt.transfer_id, prompt.error or "it was sent already")
         return free
 
+    @property
+    def waiting(self) -> int:
+        """Prompts whose blocks are not free yet."""
+        return len(self._prompts)
+
     # ---- one prompt
 
     def _take(self, prompt: Outgoing) -> None:

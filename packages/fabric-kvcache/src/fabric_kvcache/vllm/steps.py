@@ -49,6 +49,7 @@ class Step:
     dropped: dict[str, tuple[str, str]] = field(default_factory=dict)  #: ended otherwise: transfer id, and why
     cancelled: set[str] = field(default_factory=set)
     unwanted: set[str] = field(default_factory=set)  #: of those held: nobody will ask for them, if nobody has
+    idle: bool = False  #: nothing is computed in it
 
 
 @dataclass(slots=True)

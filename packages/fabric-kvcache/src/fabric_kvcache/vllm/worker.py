@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -25,6 +26,12 @@ log = logging.getLogger("fabric.kvcache.vllm")
 # Seconds. On processors the model's process may not answer for longer than fabric's heartbeat of one second allows; and
 # who takes a prefiller for lost loses its requests.
 _HEARTBEAT = 5.0
+_CONNECT = 10.0  # the same of first contact
+
+# Seconds. An engine that waits for KV steps every millisecond, and on processors its workers spin in between (they call
+# sched_yield): where there are two processors, that can keep a prefiller on the same machine from running for a minute.
+# So a step in which nothing is computed looks for so long whether something comes, and sleeps between two looks.
+_IDLE_STEP, _LOOK = 0.02, 0.001
 
 
 class Worker:
@@ -131,6 +138,20 @@ class Worker:
 
     def poll(self) -> tuple[set[str], set[str], set[str]]:
         """Return the ids of requests (sent, whose receiving has ended, and of those that were not received)."""
+        found = self._poll()
+        if self._step.idle and self._events is None:
+            end = time.monotonic() + _IDLE_STEP
+            while self._waits() and not any(found) and time.monotonic() < end:
+                time.sleep(_LOOK)
+                found = self._poll()
+        return found
+
+    def _waits(self) -> bool:
+        """Whether something is under way, and nothing is to be told."""
+        halves = [half for half in (self.sends, self.receives) if half is not None]
+        return any(half.waiting for half in halves) and not any(half.report for half in halves)
+
+    def _poll(self) -> tuple[set[str], set[str], set[str]]:
         sent = self.sends.poll() if self.sends is not None else set()
         ended, failed = self.receives.poll() if self.receives is not None else (set(), set())
         return sent, ended, failed
@@ -156,7 +177,9 @@ class Worker:
 
 def _settings(options: Options) -> Settings:
     found = Settings.load(backend=options.backend, nics=options.nics, heartbeat=options.heartbeat)
-    return found if found.sources()["heartbeat"] != "default" else found.replace(heartbeat=_HEARTBEAT)
+    patient = {"heartbeat": _HEARTBEAT, "connect_timeout": _CONNECT}
+    sources = found.sources()
+    return found.replace(**{key: value for key, value in patient.items() if sources[key] == "default"})
 
 
 def _ignored(_number: int | None) -> None:

@@ -55,6 +55,7 @@ typedef struct fl_node_hdr {
     fl_shm_head head;
     uint64_t inc;
     _Alignas(64) _Atomic uint64_t beat;
+    _Atomic int tid;         /* of the control thread, which beats; the kernel knows why it does not */
     _Alignas(64) _Atomic uint64_t scratch[FL_SCRATCH];   /* where peers try process_vm_writev */
     struct {
         _Alignas(64) _Atomic uint64_t armed;
@@ -146,7 +147,7 @@ typedef struct fl_link {     /* one direction between two NICs: its socket, chan
     /* control thread */
     int fd, pidfd, st;
     uint64_t deadline, beat, beat_at;
-    uint32_t populating;
+    uint32_t populating, waited;
     bool counted;            /* in node->links_up */
     fl_script script;
     /* set by the control thread before FL_EV_UP (OUT) or before the link is handed over (IN), then constant */

@@ -100,6 +100,6 @@ def test_versions_that_are_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch
 def test_a_peer_may_stand_still_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang never asks a decoder again that was taken for lost once."""
     assert (patient().heartbeat, patient().connect_timeout) == (5.0, 10.0)
-    assert patient("local").backend == "local"
+    assert patient(backend="local", heartbeat=3.0).heartbeat == 3.0
     monkeypatch.setenv("FABRIC_HEARTBEAT", "0.5")
     assert (patient().heartbeat, patient().connect_timeout) == (0.5, 10.0)

@@ -107,7 +107,7 @@ class FabricTransferChannelContext(TransferChannelContext):  # type: ignore[misc
         self._size = int(l1_memory_desc.size)
         self._clients: dict[str, FabricTransferChannelClient] = {}
         self._lock = threading.Lock()
-        self.engine = TransferEngine.open("cpu", settings=patient(backend))
+        self.engine = TransferEngine.open("cpu", settings=patient(backend=backend))
         try:
             self.reads = Reads(self.engine, (int(l1_memory_desc.ptr), self._size), timeout=timeout)
             self._server = FabricTransferChannelServer(listen_url, advertise_url, l1_memory_desc, context=self)

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from fabric_core import FabricError, TransferEngine
-from fabric_core.config import Settings
 from fabric_kvcache.decoder import Decoder
+from fabric_kvcache.patience import patient
 from fabric_kvcache.prefiller import Prefiller
 from fabric_kvcache.vllm.caches import Caches, LayerCache, describe
 from fabric_kvcache.vllm.layer_events import LayerEvents
@@ -22,11 +22,6 @@ from fabric_kvcache.vllm.steps import Report, Step
 __all__ = ["Worker"]
 
 log = logging.getLogger("fabric.kvcache.vllm")
-
-# Seconds. On processors the model's process may not answer for longer than fabric's heartbeat of one second allows; and
-# who takes a prefiller for lost loses its requests.
-_HEARTBEAT = 5.0
-_CONNECT = 10.0  # the same of first contact
 
 # Seconds. An engine that waits for KV steps every millisecond, and on processors its workers spin in between (they call
 # sched_yield): where there are two processors, that can keep a prefiller on the same machine from running for a minute.
@@ -79,7 +74,8 @@ class Worker:
         }
         name = None if options.name is None else f"{options.name}-{rank}"
         with ExitStack() as undo:
-            self.engine = TransferEngine.open(device, settings=_settings(options), name=name)
+            settings = patient(backend=options.backend, nics=options.nics, heartbeat=options.heartbeat)
+            self.engine = TransferEngine.open(device, settings=settings, name=name)
             undo.callback(self.engine.close)
             if producer:
                 prefiller = Prefiller(self.engine, shard.layout, max_jobs=most, max_waiting=max(64, 4 * most), **common)
@@ -173,13 +169,6 @@ class Worker:
             self._undo.close()
         except FabricError as error:
             log.warning("the KV transfer did not end well: %s", error)
-
-
-def _settings(options: Options) -> Settings:
-    found = Settings.load(backend=options.backend, nics=options.nics, heartbeat=options.heartbeat)
-    patient = {"heartbeat": _HEARTBEAT, "connect_timeout": _CONNECT}
-    sources = found.sources()
-    return found.replace(**{key: value for key, value in patient.items() if sources[key] == "default"})
 
 
 def _ignored(_number: int | None) -> None:

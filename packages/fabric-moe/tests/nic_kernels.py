@@ -116,7 +116,7 @@ class Slot:
                 known |= gone
                 found = sum(1 << r for r in self.alive if missing(r)) & (~0 if late else gone)
                 if found or late:
-                    self.give_up(found or 1 << self.c.rank)
+                    self.give_up(found or gone or 1 << self.c.rank)
                     return False
             time.sleep(0.0001)
         return True
@@ -139,11 +139,10 @@ class Slot:
             if heads & self.c.alive != self.c.alive:
                 return s != self.c.rank and not heads >> s & 1
             counts, _ = self.arrived()
-            if not counts[s]:
-                return False
-            row = self.rows(self.c.in_, self.layout.comes)[self.seat_of(s, int(counts[s]) - 1, counts)]
-            stamp = row[self.layout.meta_at :].view(np.uint32)[3 * self.config.topk]
-            return bool(stamp != self.local.epoch[self.slot])
+            rows, n = self.rows(self.c.in_, self.layout.comes), int(counts[s])
+            last = {min(n, self.layout.private) - 1, n - 1} - {-1}  # of each of its writes
+            stamps = [rows[self.seat_of(s, i, counts)][self.layout.meta_at :].view(np.uint32) for i in last]
+            return any(stamp[3 * self.config.topk] != self.local.epoch[self.slot] for stamp in stamps)
 
         if not self.wait("rows_here", missing):
             return

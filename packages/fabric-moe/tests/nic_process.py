@@ -16,6 +16,7 @@ from rank_process import numbers, obey
 from fabric_core import FabricError, TransferEngine
 from fabric_core.bootstrap import open_board
 from fabric_moe import MoeGroup, RankLost
+from fabric_moe.gpu_nic.generation import NicGeneration
 
 
 def serve(text: str, ranks: list[int], board: str, job: str, words: list[str], pipe: Connection) -> None:
@@ -37,6 +38,7 @@ def serve(text: str, ranks: list[int], board: str, job: str, words: list[str], p
             ]  # fmt: skip
         else:
             groups = MoeGroup.open_many([engine], case.config, ranks, place, job=job, device="cuda:0", through="engine")
+        assert all(isinstance(group.generation, NicGeneration) for group in groups)
         pipe.send("open")
         while (line := pipe.recv()) != "end":
             began = time.monotonic()

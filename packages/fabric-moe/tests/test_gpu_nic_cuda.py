@@ -17,6 +17,7 @@ from moe_told import all_say
 
 from fabric_core import BadRange, TransferEngine
 from fabric_moe import MoeGroup, Table
+from fabric_moe.gpu_nic.generation import NicGeneration
 from fabric_moe.training import backward_config, moe_layer
 
 pytestmark = [
@@ -82,6 +83,7 @@ def joined(gpu_engines: list[TransferEngine]) -> Iterator[Callable[[Case], list[
             gpu_engines, case.config, range(case.ranks), Table(), device=case.device, through="engine"
         )
         made.extend(found)
+        assert all(isinstance(group.generation, NicGeneration) for group in found)
         return found
 
     yield join

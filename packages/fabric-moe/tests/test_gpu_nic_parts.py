@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nic_standin
@@ -15,11 +16,25 @@ import nic_words
 import pytest
 import torch
 
-from fabric_core import ConfigError, TransferEngine, Unsupported, get_include
+from fabric_core import (
+    BackendError,
+    BadRange,
+    ConfigError,
+    MrHandle,
+    ProtocolError,
+    QueueFull,
+    TransferEngine,
+    Unsupported,
+    get_include,
+)
 from fabric_moe import MoeConfig, MoeGroup, StepError, Table, kernels
 from fabric_moe.cuda import compile as nvrtc
 from fabric_moe.cuda import report
-from fabric_moe.gpu_nic import arguments, generation, layout
+from fabric_moe.gpu_nic import arguments, generation, halves, layout
+from fabric_moe.gpu_nic.card import Card
+from fabric_moe.gpu_nic.generation import NicGeneration
+from fabric_moe.gpu_nic.memory import NicMemory
+from fabric_moe.gpu_nic.report import NicReport
 
 HERE = Path(__file__).parent
 SOURCES = Path(kernels.__file__).parent / "native"
@@ -74,7 +89,8 @@ def test_memory_of_known_shapes() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [({"ranks": 65, "experts": 65}, "ranks=65"), ({"topk": 129}, "topk=129"), ({"experts": 8193}, "experts=8193"),
-     ({"out_dtype": "float64", "dtype": "float64"}, "float64")],
+     ({"out_dtype": "float64", "dtype": "float64"}, "float64"),
+     ({"max_tokens": 1 << 24, "topk": 128, "experts": 128, "hidden": 1}, "max_tokens=16777216 with topk=128")],
 )  # fmt: skip
 def test_shapes_that_kernels_do_not_take(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -95,6 +111,93 @@ def test_what_is_not_there_is_said(engines: list[TransferEngine], monkeypatch: p
     monkeypatch.setattr(kernels, "NATIVE", None)
     with pytest.raises(Unsupported, match="C part"):
         MoeGroup.open(engines[0], config, 0, Table(), device="cuda:0", through="engine")
+
+
+@pytest.mark.skipif(kernels.NATIVE is None, reason="fabric-moe was built without its C part")
+@pytest.mark.parametrize(("backend", "ordering"), [("local", None), ("ibverbs", 0), ("ibverbs", 100)])
+def test_a_gpu_that_does_not_order_the_writes_of_nics_is_refused(
+    engines: list[TransferEngine], monkeypatch: pytest.MonkeyPatch, backend: str, ordering: int | None
+) -> None:
+    device: Any = nic_standin.install(monkeypatch.setattr)
+
+    def call(name: str, out: Any, *which: Any) -> None:
+        if name == "cuDeviceGetAttribute":
+            assert which[0] == 118
+            out._obj.value = ordering
+
+    device.call = call
+    with monkeypatch.context() as patch:
+        patch.setattr(engines[0], "backend", backend)
+        if ordering == 0:
+            with pytest.raises(Unsupported, match=r"cuda:0: .* need a flush .* 100 is wanted"):
+                NicGeneration(engines[0], MoeConfig(**{**SHAPE, "ranks": 1}), 0, 0, [0], "cuda:0")
+        else:
+            NicGeneration(engines[0], MoeConfig(**{**SHAPE, "ranks": 1}), 0, 0, [0], "cuda:0").close()
+    assert device.held == 0
+
+
+@pytest.mark.skipif(kernels.NATIVE is None, reason="fabric-moe was built without its C part")
+def test_what_cannot_be_counted_by_the_kernels_is_refused(
+    engines: list[TransferEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nic_standin.install(monkeypatch.setattr)
+    config = MoeConfig(**{**SHAPE, "ranks": 1})
+    with MoeGroup.open(engines[0], config, 0, Table(), device="cuda:0", through="engine") as group:
+        step = group.dispatch_send(torch.zeros((1, 40), dtype=torch.bfloat16), torch.zeros((1, 3), dtype=torch.int64))
+        with pytest.raises(BadRange, match=r"alignment=4294967297: .* lower it"):
+            group.dispatch_recv(step).contiguous(alignment=(1 << 32) + 1, capacity=9)
+        text = group.generation.card()
+        assert Card.read(text, config, 0, (0,)).rank == 0
+        first = group.generation._imms[0][0]
+        wrong = text.replace(f'"imms":[[{first},', f'"imms":[[{1 << 29},')
+        with pytest.raises(ProtocolError, match="an immediate that is none"):
+            Card.read(wrong, config, 0, (0,))
+
+
+@pytest.mark.skipif(kernels.NATIVE is None, reason="fabric-moe was built without its C part")
+def test_memory_that_cannot_be_freed_keeps_nothing_else(
+    engines: list[TransferEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = nic_standin.install(monkeypatch.setattr)
+    free, failed = device.free, [0]
+
+    def fails_once(at: int) -> None:
+        if not failed[0]:
+            failed[0] = at
+            raise BackendError("cuMemFree_v2: no")
+        free(at)
+
+    monkeypatch.setattr(device, "free", fails_once)
+    layout_of = layout.NicLayout.of(MoeConfig(**{**SHAPE, "ranks": 1}))
+    NicMemory(engines[0], device, "cpu", layout_of).release()
+    assert device.held == 1
+    held = NicMemory(engines[0], device, "cpu", layout_of)
+    with monkeypatch.context() as patch:
+        patch.setattr(MrHandle, "close", refuses)
+        held.release()
+        held.release()  # what a NIC may still use is not freed the second time either
+    assert device.held == 5
+
+
+def refuses(handle: MrHandle, timeout: float | None = None) -> None:
+    raise QueueFull(f"{handle!r} is still the source of transfers")
+
+
+def test_shared_memory_near_the_limit_is_asked_for_beyond_it() -> None:
+    """A kernel's own words count too, and a driver refuses 48 KiB in all unless its limit is raised."""
+    asked: list[int] = []
+    kernel = SimpleNamespace(launch=lambda grid, block, shared, *rest: asked.append(shared))
+    gen: Any = SimpleNamespace(kernels={"moe_nic_count": kernel}, stream=lambda: 0)
+    for shared in (100, 40 << 10, (48 << 10) - 8, 60 << 10):
+        halves._launch(gen, "count", generation.Nic(), shared=shared)
+    assert asked == [100, 40 << 10, (48 << 10) + 16, 60 << 10]
+
+
+@pytest.mark.parametrize(("noted", "words"), [(0, "own engine did not"), (2, "gave up because of this one")])
+def test_a_rank_that_is_named_hears_by_whom(noted: int, words: str) -> None:
+    said, mail = report.Words(lost=1, culprits=1 << 1), nic_words.Mail(noted=noted)
+    memory: Any = SimpleNamespace(words=ctypes.addressof(said), mail=ctypes.addressof(mail))
+    assert words in str(NicReport(memory, 1, 8, {}).error())
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])

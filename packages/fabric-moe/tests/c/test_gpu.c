@@ -1,123 +1,9 @@
-/* The proxy of GPU ranks alone: a thread for each rank plays its kernels, writes are copies, the engine is full now and then, and
- * transfers end late. All bytes are compared. */
-#include <errno.h>
-#include <pthread.h>
+/* The proxy of GPU ranks alone: a thread for each rank plays its kernels. All bytes are compared. */
 #include <sched.h>
-#include <string.h>
 
-#include "gpu.h"
-#include "moe_check.h"
-
-enum { RANKS = 4, DEPTH = 2, TOKENS = 6, HELD = 2, ROW = 32, SUM = 16, STEPS = 150, CONTROL = 77, DATA = 78 };
-enum { SENT = TOKENS * RANKS, MOST = RANKS * TOKENS, STRIDE = 128, COUNTED = 4 * RANKS * (1 + HELD) };
-enum { IN_SUMS = MOST * ROW, IN_STRIDE = IN_SUMS + RANKS * MOE_GPU_LINE + SENT * SUM };
-enum { OUT_SUMS = SENT * ROW, OUT_STRIDE = OUT_SUMS + RANKS * MOE_GPU_LINE + MOST * SUM };
-enum { IMMS = 64, WAITERS = 4096, CONTROL_BYTES = DEPTH * RANKS * STRIDE + RANKS * MOE_GPU_LINE };
+#include "gpu_net.h"
 
 static uint32_t private_rows, seed;
-
-struct fab_engine { /* of one rank */
-    uint8_t control_in[CONTROL_BYTES], control_out[CONTROL_BYTES], in[DEPTH * IN_STRIDE], out[DEPTH * OUT_STRIDE];
-    uint64_t arrived[IMMS], claimed[IMMS];
-    struct {
-        uint32_t imm, phase;
-        uint64_t count;
-    } waiters[WAITERS];
-    uint32_t nwaiters, rank;
-    moe_gpu_mail mail;
-    moe_gpu_said said;
-    uint32_t counted[DEPTH][COUNTED / 4], came[DEPTH][COUNTED / 4];
-    moe_gpu *gpu;
-};
-static struct fab_engine ranks[RANKS];
-static struct {
-    pthread_mutex_t lock;
-    uint64_t calls, transfers;
-    int64_t held;
-} net = {.lock = PTHREAD_MUTEX_INITIALIZER};
-
-static int64_t submit(fab_engine *e, uint32_t op, uint64_t local, const fab_target *to, uint32_t n, int64_t imm,
-                      int32_t nic, uint64_t timeout_ns, uint64_t flag) {
-    (void)nic, (void)timeout_ns;
-    CHECK(op == FAB_OP_SCATTER && n && !flag && imm < IMMS);
-    pthread_mutex_lock(&net.lock);
-    bool full = ++net.calls % 5 == 0;
-    for (uint32_t i = 0; !full && i < n; i++) {
-        struct fab_engine *d = &ranks[(to[i].remote - 1) / 2];
-        bool control = local == CONTROL;
-        CHECK(control == (to[i].remote % 2 == 1) && to[i].len);
-        CHECK(to[i].loff + to[i].len <= (control ? sizeof e->control_out : sizeof e->out));
-        CHECK(to[i].roff + to[i].len <= (control ? sizeof d->control_in : sizeof d->in));
-        memcpy((control ? d->control_in : d->in) + to[i].roff, (control ? e->control_out : e->out) + to[i].loff,
-               to[i].len);
-        if (imm >= 0) d->arrived[imm]++;
-    }
-    net.held += !full;
-    int64_t rc = full ? -EAGAIN : (int64_t)++net.transfers;
-    pthread_mutex_unlock(&net.lock);
-    return rc;
-}
-
-static int64_t expect(fab_engine *e, uint32_t imm, uint64_t count, uint64_t timeout_ns, const uint32_t *peers,
-                      uint32_t n) {
-    (void)timeout_ns, (void)peers, (void)n;
-    pthread_mutex_lock(&net.lock);
-    bool full = ++net.calls % 7 == 0;
-    CHECK(e->nwaiters < WAITERS);
-    int64_t handle = -EAGAIN;
-    if (!full) {
-        e->waiters[e->nwaiters].imm = imm;
-        e->waiters[e->nwaiters].count = count;
-        handle = ++e->nwaiters;
-        net.held++;
-    }
-    pthread_mutex_unlock(&net.lock);
-    return handle;
-}
-
-static int outcome(fab_engine *e, uint64_t handle, fab_outcome *out) {
-    pthread_mutex_lock(&net.lock);
-    uint32_t i = (uint32_t)handle - 1, imm = e->waiters[i].imm;
-    if (e->waiters[i].phase == FAB_PENDING && e->arrived[imm] - e->claimed[imm] >= e->waiters[i].count) {
-        e->claimed[imm] += e->waiters[i].count;
-        e->waiters[i].phase = FAB_DONE;
-    }
-    *out = (fab_outcome){.phase = e->waiters[i].phase};
-    pthread_mutex_unlock(&net.lock);
-    return 0;
-}
-
-static int ended(fab_engine *e, uint64_t handle, fab_outcome *out) {
-    (void)e, (void)handle;
-    pthread_mutex_lock(&net.lock);
-    *out = (fab_outcome){.phase = ++net.calls % 3 ? FAB_DONE : FAB_PENDING, .peer = UINT32_MAX};
-    pthread_mutex_unlock(&net.lock);
-    return 0;
-}
-
-static int release(fab_engine *e, uint64_t handle) {
-    (void)e, (void)handle;
-    pthread_mutex_lock(&net.lock);
-    net.held--;
-    pthread_mutex_unlock(&net.lock);
-    return 0;
-}
-
-static int cancel(fab_engine *e, uint64_t handle) { return (void)e, (void)handle, 0; }
-static int progress(fab_engine *e) { return (void)e, 0; }
-
-static const fab_native_table table = {
-    .version = 1,
-    .struct_size = sizeof(fab_native_table),
-    .submit_many = submit,
-    .expect = expect,
-    .expect_outcome = outcome,
-    .expect_release = release,
-    .transfer_outcome = ended,
-    .transfer_cancel = cancel,
-    .transfer_release = release,
-    .progress = progress,
-};
 
 /* ---- kernels ------------------------------------------------------------------------------------------------------ */
 
@@ -172,6 +58,9 @@ static void *kernels(void *arg) {
         }
         atomic_store_explicit(&e->mail.summed[slot], epoch, memory_order_release);
         await(&e->mail.sums_here[slot], epoch);
+        pthread_mutex_lock(&net.lock);
+        CHECK(!e->pending[slot]); /* what they read may be written anew */
+        pthread_mutex_unlock(&net.lock);
         at = 0;
         for (uint32_t d = 0; d < RANKS; d++) {
             const uint8_t *sums = in + IN_SUMS + d * MOE_GPU_LINE + at * SUM;
@@ -193,6 +82,7 @@ static void open_all(void) {
             imms[r][i / MOE_GPU_KINDS][i % MOE_GPU_KINDS] = (r < 2 ? 0 : 10 * r) + i;
     }
     memset(ranks, 0, sizeof ranks);
+    net.transfers = 0;
     for (uint32_t r = 0; r < RANKS; r++) {
         struct fab_engine *e = &ranks[r];
         e->rank = r;

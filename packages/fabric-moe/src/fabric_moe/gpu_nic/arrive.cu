@@ -9,23 +9,24 @@
 // Waits until a word of the proxy's carries the epoch. The whole block; `missing(s)`: whether something of rank s is not here,
 // asked of each thread for one rank, when a rank is gone or time is over. Returns false if this rank takes no further step.
 template <class Missing> __device__ __forceinline__ bool wait_for(const Nic &c, const u32 *word, u32 epoch, Missing missing) {
-    __shared__ u64 why, lacking; // ranks that somebody gave up because of; ranks of which something is missing
+    // ranks that somebody gave up because of; that had left before anybody looked; of which something is missing
+    __shared__ u64 why, left, lacking;
     __shared__ int state; // 0: it has come; 1: look at who is missing; 2: that for the last time
     const int tid = threadIdx.x;
     u64 begin = 0, known = 0; // thread 0's
     if (tid == 0) begin = now();
     while (true) {
         if (tid == 0) {
-            why = lacking = 0;
+            why = left = lacking = 0;
             for (u32 n = 0;; n++) {
                 state = 0;
                 if (load_acquire(word) == epoch) break;
                 if (n & 7) continue;
                 if ((why = *(volatile u64 *)&c.mail->noted)) break;
-                const u64 gone = *(volatile u64 *)&c.mail->gone & c.alive;
+                left = load_acquire(&c.mail->gone) & c.alive; // before the look: who leaves has done its part before
                 state = now() - begin > c.limit ? 2 : 1;
-                if (state == 2 || (gone & ~known)) {
-                    known |= gone;
+                if (state == 2 || (left & ~known)) {
+                    known |= left;
                     break;
                 }
             }
@@ -35,13 +36,15 @@ template <class Missing> __device__ __forceinline__ bool wait_for(const Nic &c, 
             if (tid == 0) give_up(c, why);
             return false;
         }
-        if (state == 0) return true;
+        const int how = state; // thread 0 goes on to write it after the last barrier
+        if (how == 0) return true;
         if (tid < RANKS && (c.alive >> tid & 1) && missing(tid)) atomicOr(&lacking, 1ull << tid);
         __syncthreads();
-        const u64 found = state == 2 ? lacking : lacking & *(volatile u64 *)&c.mail->gone;
+        const u64 found = how == 2 ? lacking : lacking & left;
         __syncthreads();
-        if (state == 1 && !found) continue; // who has gone has done its part
-        if (tid == 0) give_up(c, found ? found : 1ull << c.rank); // all is here, but our own proxy does not say so
+        if (how == 1 && !found) continue; // who has gone has done its part
+        // All seems to be here, but our own proxy does not say so: a part of one that left came half, or it is ourselves.
+        if (tid == 0) give_up(c, found ? found : left ? left : 1ull << c.rank);
         return false;
     }
 }
@@ -78,9 +81,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) moe_nic_wait_rows(const __
                 n = c.alive >> q & 1 ? ((const volatile u32 *)c.arrived)[q] : 0;
                 if (q < s && n > PRIVATE) late += n - PRIVATE;
             }
-            if (n == 0) return false;
-            const u64 at = n - 1 < PRIVATE ? (u64)s * PRIVATE + n - 1 : (u64)RANKS * PRIVATE + late + n - 1 - PRIVATE;
-            return ((const volatile u32 *)(c.in + at * ROW_BYTES + META_AT))[META_WORDS - 1] != epoch;
+            const auto stale = [&](u64 at) {
+                return ((const volatile u32 *)(c.in + at * ROW_BYTES + META_AT))[META_WORDS - 1] != epoch;
+            };
+            const u32 early = n > PRIVATE ? PRIVATE : n; // two writes: the last row of each is looked at
+            if (early && stale((u64)s * PRIVATE + early - 1)) return true;
+            return n > early && stale((u64)RANKS * PRIVATE + late + n - 1 - early);
         }))
         return;
     for (int s = tid; s < RANKS; s += THREADS) arrived[s] = c.alive >> s & 1 ? c.arrived[s] : 0;

@@ -13,6 +13,7 @@ __all__ = ["Card"]
 
 VERSION = 1
 _KIND = "cuda through the engine"
+_IMMS = 1 << 29  # an immediate of the engine is below
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,6 @@ class Card:
             raise ProtocolError(f"what lies under the name of rank {rank} is no card: {error!r}") from None
         if len(imms) != config.depth or any(len(row) != KINDS for row in imms):
             raise ProtocolError(f"the card of rank {rank} is cut off")
-        if any(not 0 <= imm < 1 << 32 for row in imms for imm in row):
+        if any(not 0 <= imm < _IMMS for row in imms for imm in row):
             raise ProtocolError(f"the card of rank {rank} names an immediate that is none")
         return card

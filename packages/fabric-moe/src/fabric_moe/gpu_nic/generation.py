@@ -16,12 +16,11 @@ from fabric_moe.config import MoeConfig
 from fabric_moe.cuda import compile as nvrtc
 from fabric_moe.cuda.driver import Kernel, device
 from fabric_moe.cuda.generation import ordinal
-from fabric_moe.cuda.report import Report
-from fabric_moe.errors import RankLost
 from fabric_moe.gpu_nic.card import Card
 from fabric_moe.gpu_nic.layout import NicLayout
-from fabric_moe.gpu_nic.memory import NicMemory
+from fabric_moe.gpu_nic.memory import NicMemory, must_be_ordered
 from fabric_moe.gpu_nic.proxy import KINDS, NicProxy, needs_c
+from fabric_moe.gpu_nic.report import NicReport
 
 __all__ = ["Nic", "NicGeneration", "source"]
 
@@ -37,6 +36,7 @@ _NAMES = (
     "moe_nic_combine_recv", "moe_nic_combine_bfloat16", "moe_nic_combine_float16", "moe_nic_combine_float32",
 )  # fmt: skip
 _MODULES: dict[tuple[int, bytes], Any] = {}  # a module stays loaded: groups of one shape share it
+_KEPT: list[NicMemory] = []  # of ranks whose GPU has failed: nobody knows what still uses it
 
 
 class Nic(ctypes.Structure):
@@ -64,34 +64,6 @@ def source() -> str:
     return "\n".join((here / name).read_text() for name in SOURCES)
 
 
-class NicReport(Report):
-    """What kernels and the proxy say went wrong."""
-
-    proxy: NicProxy | None = None
-
-    @property
-    def over(self) -> bool:
-        """Whether the group takes no further step."""
-        return super().over or self._of_proxy() is not None
-
-    def error(self) -> FabricError | None:
-        """Return what was said since the last time, None if nothing was. What ends a group is said again and again."""
-        return self._of_proxy() or super().error()
-
-    def _lost(self) -> RankLost:
-        found = super()._lost()
-        if found.ranks != (self._rank,):
-            return found
-        return RankLost(
-            f"{found}. All the others have done their part: this rank's own engine did not get to it in time. Where an "
-            "engine copies by kernels (`local`), a call of CUDA that waits for the whole device, or loads a module "
-            "while a step is under way, keeps it from that: set CUDA_MODULE_LOADING=EAGER", ranks=found.ranks,
-        )  # fmt: skip
-
-    def _of_proxy(self) -> FabricError | None:
-        return None if self.proxy is None else self.proxy.error()
-
-
 class NicGeneration:
     """Memory, kernels and peers of one rank. Made in two halves, so that several ranks can live in one thread."""
 
@@ -108,22 +80,25 @@ class NicGeneration:
         self.members = config.members_with(rank, members)
         self.layout = NicLayout.of(config)
         self.device = device(ordinal(where))
+        must_be_ordered(engine, self.device)
         self.addresses: dict[int, str] = {}
         image = nvrtc.cubin(self.layout.macros(), self.device.arch, source())
         key = (self.device.number, image)
         if key not in _MODULES:
             _MODULES[key] = self.device.load(image)
         self.kernels: dict[str, Kernel] = {name: self.device.kernel(_MODULES[key], name) for name in _NAMES}
-        self._imms: list[list[int]] = []
+        self._imms: list[list[int]] = [[] for _ in range(config.depth)]
         self._lifelines: list[Expectation] = []
         self._closed = False
         self._memory = NicMemory(engine, self.device, self.place, self.layout)
         self._descs: list[MrDesc] = []  # held as long as they are written to
-        self.report = NicReport(self._memory.words, rank, config.experts, self.addresses)
+        self.report = NicReport(self._memory, rank, config.experts, self.addresses)
         try:
-            self._imms = [[engine.alloc_imm() for _ in range(KINDS)] for _ in range(config.depth)]
+            for row in self._imms:
+                while len(row) < KINDS:
+                    row.append(engine.alloc_imm())
             self._life = engine.alloc_imm()  # nobody raises it
-        except FabricError:
+        except BaseException:
             self._give_back()
             raise
 
@@ -176,7 +151,8 @@ class NicGeneration:
                 line = self.engine.expect_imm_count(self._life, 1, timeout=math.inf, peers=[card.address])
                 self._lifelines.append(line)
                 lifelines[rank] = line.native_handle
-        self.report.proxy = NicProxy(self._shape(), control, data, theirs, self._imms, lifelines)
+        used = (self.engine, self._memory)
+        self.report.proxy = NicProxy(self._shape(), control, data, theirs, self._imms, lifelines, used)
         if self.number and self.engine.backend == "local":
             # The others have deregistered the memory of the former generation. What of it is mapped here is closed at
             # the next beat of the backend, by a call that waits for the device, and holds up the engine's own copies:
@@ -202,30 +178,36 @@ class NicGeneration:
     # ---- the end
 
     def close(self) -> None:
-        """Wait for our kernels, send what is owed, tell the others, and give everything back. Idempotent."""
+        """Wait for our kernels, send what is owed, tell the others, and give everything back. Idempotent.
+
+        Where the GPU has failed, the memory is kept. After Ctrl-C it may be called again.
+        """
         if self._closed:
             return
-        self._closed = True
+        broken: BackendError | None = None
         try:
             self.device.synchronize()  # every kernel ends: those that wait have a limit
         except BackendError as error:
-            log.warning("rank %d: %s: its memory is kept", self.rank, error)
-            return
+            broken = error
         if (proxy := self.report.proxy) is not None:
-            if not self.report.over:
+            if broken is None and not self.report.over:
                 proxy.finish(_OWED)
             proxy.note(self.rank)
             proxy.finish(_LAST_WORDS)
-        self._give_back()
+        if broken is not None:
+            log.warning("rank %d: %s: its memory is kept", self.rank, broken)
+            _KEPT.append(self._memory)
+        self._give_back(broken is None)
 
-    def _give_back(self) -> None:
+    def _give_back(self, memory: bool = True) -> None:
         if self.report.proxy is not None:
             self.report.proxy.free()
         self._closed = True
-        with contextlib.suppress(FabricError):
-            for imm in [imm for row in self._imms for imm in row] + [self._life] * hasattr(self, "_life"):
+        for imm in [*(imm for row in self._imms for imm in row), *([self._life] if hasattr(self, "_life") else [])]:
+            with contextlib.suppress(FabricError):
                 self.engine.free_imm(imm)
-        self._memory.release()
+        if memory:
+            self._memory.release()
 
     def usable(self) -> bool:
         """Whether the kernels take further steps."""

@@ -28,6 +28,7 @@ __all__ = ["NicStep", "combine_recv", "combine_send", "discard", "dispatch_recv"
 _THREADS, _WORKERS = 512, 256  # as in words.cuh
 _BLOCKS_EACH = 4  # per multiprocessor
 _DISCARDED = 16
+_SHARED = 40 << 10  # beyond, a kernel's own words may not fit below 48 KiB: with more than that, the limit is raised
 
 
 class NicStep:
@@ -55,6 +56,8 @@ def _launch(
     gen: NicGeneration, name: str, arguments: ctypes.Structure, blocks: int = 1, threads: int = _THREADS,
     shared: int = 0,
 ) -> None:  # fmt: skip
+    if shared > _SHARED:
+        shared = max(shared, (48 << 10) + 16)
     gen.kernels[f"moe_nic_{name}"].launch(blocks, threads, shared, gen.stream(), arguments)
 
 
@@ -107,10 +110,19 @@ def dispatch_send(group: MoeGroup, x: Any, ids: Any, weights: Any, scales: Any, 
         gen.nic(slot), at(x), at(scales), at(ids), at(weights), at(live), tokens, given, ids.dtype == torch.int64
     )
     step = NicStep(number, slot, gen, tokens, (x, scales, ids, weights, live))
-    _launch(gen, "count", arguments, shared=gen.layout.count_shared())
-    _launch(gen, "pack", arguments, _blocks(gen, tokens), _WORKERS)
-    group.steps[slot] = step
-    group.next_step += 1
+    try:
+        _launch(gen, "count", arguments, shared=gen.layout.count_shared())
+        _launch(gen, "pack", arguments, _blocks(gen, tokens), _WORKERS)
+        group.steps[slot] = step
+        group.next_step += 1
+    except BaseException as error:  # Ctrl-C, say: the others may have been told of rows that never come
+        group.broken = StepError(
+            f"rank {gen.rank}, step {number}: dispatch_send ended half-way with {error!r}; regroup() with all ranks, "
+            "or close()"
+        )
+        if gen.report.proxy is not None:
+            gen.report.proxy.note(gen.rank)
+        raise
     return step
 
 
@@ -125,6 +137,8 @@ def lay_out(view: GpuView, capacity: int, alignment: int) -> None:
     """Queue the kernels that wait for the rows and lay them out as the view says."""
     step: Any = view.step
     gen, held = step.generation, view.received.experts
+    if alignment * max(1, held) >= 1 << 31:
+        raise BadRange(f"alignment={alignment}: the padding of {held} experts is counted by 31 bits; lower it")
 
     def at(tensor: Any) -> int:
         return 0 if tensor is None else int(tensor.data_ptr())

@@ -20,6 +20,7 @@ MAIL = 4 * 16 * 6 + 8 * 16 + 16  #: bytes of `struct Mail` of words.cuh
 LOCAL = 256  #: bytes of `struct Local`, with room
 _MAX_EXPERTS = 8192  # counters of all experts lie in a block's shared memory
 _MAX_TOPK = 128
+_MAX_COPIES = 1 << 30  # kernels count them in 32 bits
 _TYPES = {"bfloat16": 0, "float32": 1, "float16": 2}
 _WARPS = 16
 
@@ -58,6 +59,8 @@ class NicLayout:
             if kind not in _TYPES:
                 raise ConfigError(f"{name}={kind!r}: GPUs make sums of {', '.join(_TYPES)}; host memory takes more")
         r, t, fan, k = config.ranks, config.max_tokens, config.fan_out, config.topk
+        if t * k > _MAX_COPIES:
+            raise ConfigError(f"max_tokens={t} with topk={k}: on GPUs at most {_MAX_COPIES} copies of a rank in a step")
         private = min(config.private_max, t)
         worst = r * (t - private)
         shared = worst if config.shared_rows is None else min(worst, config.shared_rows)

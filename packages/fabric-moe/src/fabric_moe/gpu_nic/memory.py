@@ -9,19 +9,39 @@ from typing import Any
 
 import numpy as np
 
-from fabric_core import BackendError, FabricError, MrDesc, MrHandle, QueueFull, TransferEngine
+from fabric_core import BackendError, FabricError, MrDesc, MrHandle, QueueFull, TransferEngine, Unsupported
 from fabric_moe.cuda.report import Words
 from fabric_moe.gpu_nic.layout import LOCAL, NicLayout
 
-__all__ = ["NicMemory"]
+__all__ = ["NicMemory", "must_be_ordered"]
 
 log = logging.getLogger("fabric.moe")
 
 _PATIENCE = 2.0  # seconds that a NIC has to let go of memory
+_WRITES_ORDERING = 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
+_OWNER = 100  # CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
 
 
 def _up(n: int) -> int:
     return -(-n // 64) * 64
+
+
+def must_be_ordered(engine: TransferEngine, device: Any) -> None:
+    """Raise Unsupported where a kernel that runs may read stale bytes after a NIC has said that its write has come.
+
+    `local` copies by kernels. Of NICs the driver says it: where writes need a flush, nothing here makes one.
+    """
+    if engine.backend == "local":
+        return
+    handle, ordering = ctypes.c_int(), ctypes.c_int()
+    device.call("cuDeviceGet", ctypes.byref(handle), device.number)
+    device.call("cuDeviceGetAttribute", ctypes.byref(ordering), _WRITES_ORDERING, handle)
+    if ordering.value < _OWNER:
+        raise Unsupported(
+            f"cuda:{device.number}: a NIC's writes need a flush before a kernel that runs may read them (writes "
+            f"ordering {ordering.value}, {_OWNER} is wanted): use a GPU of compute capability 9.0 or later, or tokens "
+            "in host memory"
+        )
 
 
 class NicMemory:
@@ -91,10 +111,11 @@ class NicMemory:
         self.handles.clear()
         if held:
             log.warning("%s: a NIC does not let go of the memory of a group: it is kept", self._where)
-            return
-        with contextlib.suppress(BackendError):
+        else:
             for at in filter(None, (self.incoming, self.outgoing, self.local)):
-                self._device.free(at)
+                with contextlib.suppress(BackendError):
+                    self._device.free(at)
             if self.pinned:
-                self._device.free_host(self.pinned)
+                with contextlib.suppress(BackendError):
+                    self._device.free_host(self.pinned)
         self.incoming = self.outgoing = self.local = self.pinned = 0

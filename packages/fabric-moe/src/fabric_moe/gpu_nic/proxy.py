@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +18,8 @@ from fabric_moe import kernels
 __all__ = ["KINDS", "NicProxy", "needs_c"]
 
 KINDS = 3  #: immediates of a rank for each slot: counts, rows, sums
+_PROXIES: weakref.WeakSet[NicProxy] = weakref.WeakSet()
+_USED: dict[int, Any] = {}  # what the thread in C uses, by proxy: the collector may take a group and its engine at once
 
 
 def needs_c() -> Any:
@@ -33,11 +37,11 @@ class NicProxy:
 
     def __init__(
         self, shape: dict[str, int], control: Sequence[int], data: Sequence[int], theirs: Any, ours: Any,
-        lifelines: Sequence[int],
+        lifelines: Sequence[int], used: Any = (),
     ) -> None:  # fmt: skip
         """shape: `moe_gpu_shape`. control, data, lifelines: [R] numbers in C. theirs: [R, depth, KINDS] immediates.
 
-        Raises BackendError.
+        used: engine and memory, which are kept until `free`. Raises BackendError.
         """
         native = needs_c()
         self._lib, self._ffi, self._pid = native.lib, native.ffi, os.getpid()
@@ -53,6 +57,8 @@ class NicProxy:
         self._gpu = made
         if made == self._ffi.NULL:
             raise BackendError(f"rank {self._rank}: no memory for the proxy, no thread for it, or another fabric-core")
+        _USED[id(self)] = used
+        _PROXIES.add(self)
 
     def _usable(self) -> bool:
         return self._gpu != self._ffi.NULL and self._pid == os.getpid()  # a fork's child has no part in it
@@ -96,3 +102,15 @@ class NicProxy:
         if self._usable():
             self._lib.moe_gpu_free(self._gpu)
         self._gpu = self._ffi.NULL
+        _USED.pop(id(self), None)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_gpu"):
+            self.free()
+
+
+@atexit.register
+def _free_all() -> None:
+    """At exit, before fabric_core closes the engines that are left: hooks run in turn, the last one first."""
+    for proxy in list(_PROXIES):
+        proxy.free()

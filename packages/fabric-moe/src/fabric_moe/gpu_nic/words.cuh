@@ -72,6 +72,11 @@ __device__ __forceinline__ u32 load_acquire(const u32 *at) {
     asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
     return v;
 }
+__device__ __forceinline__ u64 load_acquire(const u64 *at) {
+    u64 v;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
+    return v;
+}
 __device__ __forceinline__ void store_release(u32 *at, u32 v) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
 }

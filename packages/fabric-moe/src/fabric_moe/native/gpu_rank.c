@@ -79,7 +79,7 @@ bool moe_gpu_owes(moe_gpu *g) {
     for (uint32_t i = 0; i < g->c.depth; i++) {
         const moe_gpu_slot *s = &g->slots[i];
         if (s->ntransfers) return true;
-        for (uint32_t k = 0; s->open && k < MOE_GPU_SENDS; k++)
+        for (uint32_t k = 0; s->open && !g->note_sent && k < MOE_GPU_SENDS; k++) /* who has said so owes no step */
             if (s->due[k]) return true;
     }
     return false;

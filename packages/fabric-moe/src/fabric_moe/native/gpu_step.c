@@ -48,7 +48,10 @@ static void expect(moe_gpu *g, uint32_t slot, uint32_t which, uint32_t imm, uint
 /* Whether what is waited for has come. The expectation is kept until the slot begins anew. */
 static bool come(moe_gpu *g, const moe_gpu_slot *s, uint32_t which) {
     fab_outcome ended;
-    return s->waits[which] && !g->api->expect_outcome(g->engine, s->waits[which], &ended) && ended.phase == FAB_DONE;
+    if (!s->waits[which] || g->api->expect_outcome(g->engine, s->waits[which], &ended)) return false;
+    if (ended.phase == FAB_FAILED || ended.phase == FAB_CANCELLED) /* only a close of the engine does that */
+        moe_gpu_fail(g, -ESHUTDOWN, UINT64_C(1) << g->c.rank);
+    return ended.phase == FAB_DONE;
 }
 
 /* Forgets transfers that have ended; what failed for no peer's sake is our own trouble. */
@@ -130,8 +133,8 @@ static void listen(moe_gpu *g) {
 bool moe_gpu_advance(moe_gpu *g) {
     bool busy = false;
     for (uint32_t slot = 0; slot < g->c.depth; slot++) busy |= advance_slot(g, slot);
-    const volatile moe_gpu_said *said = (const volatile void *)(uintptr_t)g->c.said;
-    if (said->lost) moe_gpu_tell(g, said->culprits);
+    const moe_gpu_said *said = (const void *)(uintptr_t)g->c.said;
+    if (__atomic_load_n(&said->lost, __ATOMIC_ACQUIRE)) moe_gpu_tell(g, said->culprits);
     if (g->note_due) {
         moe_gpu_send_notes(g);
         busy = true;

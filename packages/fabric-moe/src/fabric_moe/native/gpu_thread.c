@@ -4,6 +4,7 @@
 #include "gpu.h"
 
 #include <pthread.h>
+#include <sys/prctl.h>
 #include <time.h>
 
 static struct {
@@ -30,6 +31,7 @@ static uint64_t now_ns(void) {
 static void *thread_main(void *arg) {
     (void)arg;
     pthread_setname_np(pthread_self(), "fabric-moe-gpu");
+    prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL); /* else 50 us are added to each pause */
     uint64_t since = now_ns(); /* when a step was last seen under way, or to begin or end */
     bool was_busy = false;
     for (;;) {

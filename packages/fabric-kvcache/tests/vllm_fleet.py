@@ -111,11 +111,11 @@ def same(answer: Any, alone: Said) -> None:
 def near(answer: Any, other: Said) -> None:
     """An answer whose sums were made in another order: tokens part at a near tie only.
 
-    A logit of this model is a bfloat16 from 16 to 32, whose steps are 0.125. Each of two sums may be a step off.
+    A logit of this model is a bfloat16 from 16 to 32, whose steps are 0.125. Each of the two tokens' may be a step off.
     """
     said = Said.of(answer)
     gap = said.parts(other)
-    assert gap is None or gap <= 1.01 * STEP, f"they part where one token is {gap} likelier than the other"
+    assert gap is None or gap <= 2.02 * STEP, f"they part where one token is {gap} likelier than the other"
     assert said.apart(other) <= 4 * STEP, "rounding makes no such difference"
 
 

@@ -71,6 +71,28 @@ def test_low_latency_results_that_nobody_combines(job: Job) -> None:
         assert torch.equal(out, again)
 
 
+def test_sums_that_have_nowhere_to_go_are_refused_before_anything_is_sent(job: Job) -> None:
+    """One rank's wrong argument must not leave the others waiting for it."""
+
+    def call(rank: int, buffer: Buffer) -> Any:
+        x, _, handle, _, _ = buffer.low_latency_dispatch(job.x[rank], job.ids[rank], MOST, EXPERTS, use_fp8=False)
+        ours = (x, job.ids[rank], job.weights[rank], handle)
+        if rank == 0:
+            with pytest.raises(BadRange, match="contiguous"):
+                buffer.low_latency_combine(*ours, out=torch.empty((HIDDEN, len(job.x[rank])), dtype=x.dtype).T)
+        low = buffer.low_latency_combine(*ours)[0]
+        rows, _, _, _, other, _ = send(job, rank, buffer)
+        if rank == 0:
+            with pytest.raises(BadRange, match=r"bytes|rows|wide|out"):
+                buffer.combine(rows, other, bias=torch.zeros((len(job.x[rank]), HIDDEN + 2), dtype=torch.bfloat16))
+        return low, buffer.combine(rows, other)[0]
+
+    for rank, (low, high) in enumerate(job.on_all(call)):
+        weights = torch.where(job.ids[rank] >= 0, job.weights[rank], 0).sum(1, keepdim=True)
+        torch.testing.assert_close(low.float(), job.x[rank].float() * weights, rtol=0.02, atol=0.05)
+        assert torch.equal(high, job.x[rank].float().mul(times(job, rank)).bfloat16())
+
+
 def test_a_hook_that_was_never_called_is_told(job: Job) -> None:
     """No corruption and no hang: the third dispatch finds no memory."""
 

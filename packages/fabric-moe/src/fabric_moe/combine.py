@@ -124,7 +124,7 @@ def receive(group: MoeGroup, step: Step, out: Any, accumulate: bool, timeout: fl
     """See MoeGroup.combine_recv."""
     step.must_be(RETURNED, "combine_recv")
     gen, slot = step.generation, step.slot
-    target, rows = _target(group, step, out)
+    target, rows = target_of(group, step, out)
     if accumulate and out is None:
         raise BadRange("accumulate=True needs out=: the rows to add to")
     deadline = time.monotonic() + timeout
@@ -160,7 +160,7 @@ def _flags(gen: Generation, step: Step) -> NDArray[np.uint8]:
     return flags
 
 
-def _target(group: MoeGroup, step: Step, out: Any) -> tuple[Any, Any]:
+def target_of(group: MoeGroup, step: Step, out: Any) -> tuple[Any, Any]:
     """Return what the caller gets, and the bytes of its rows."""
     config, tokens = group.config, step.route.tokens
     size = config.hidden * bits_of(config.out_dtype) // 8

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fabric_core import BadRange, Unsupported
+from fabric_moe.combine import target_of
 from fabric_moe.config import MoeConfig
 from fabric_moe.deepep_other import OtherCalls
 from fabric_moe.deepep_parts import BLOCK, Event, Handle, in_bytes, padded, to_fp8
@@ -107,10 +108,12 @@ class Buffer(OtherCalls):
         bias: a tensor or two, [T, H], added to the sum.
         """
         biases = [] if bias is None else list(bias) if isinstance(bias, tuple | list) else [bias]
+        first = biases[0].contiguous().clone() if biases else None
+        for one in biases:  # before anything is sent: a step whose sums have nowhere to go would block the group
+            target_of(handle.group, handle.step, one.contiguous())
         handle.revive()
         rows, group = handle.view.rows, handle.group
         group.combine_send(handle.view, x[:rows])
-        first = biases[0].clone() if biases else None
         out = group.combine_recv(handle.step, out=first, accumulate=first is not None)
         for more in biases[1:]:
             out = (out.float() + more.float()).to(out.dtype)
@@ -187,6 +190,8 @@ class Buffer(OtherCalls):
 
         if handle.view is None:
             raise StepError("low_latency_combine: the hook of low_latency_dispatch was not called")
+        if out is not None:
+            target_of(handle.group, handle.step, out)  # before anything is sent
         handle.revive()
         ids, group = handle.ids, handle.group
         blank = torch.zeros((len(ids), 1), dtype=torch.float32)

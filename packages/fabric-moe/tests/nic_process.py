@@ -5,17 +5,16 @@
 
 from __future__ import annotations
 
-import time
 from multiprocessing.connection import Connection
 
 import nic_standin
 import torch
 from moe_inputs import Case
-from rank_process import numbers, obey
+from rank_process import numbers, obey_all
 
-from fabric_core import FabricError, TransferEngine
+from fabric_core import TransferEngine
 from fabric_core.bootstrap import open_board
-from fabric_moe import MoeGroup, RankLost
+from fabric_moe import MoeGroup
 from fabric_moe.gpu_nic.generation import NicGeneration
 
 
@@ -39,15 +38,4 @@ def serve(text: str, ranks: list[int], board: str, job: str, words: list[str], p
         else:
             groups = MoeGroup.open_many([engine], case.config, ranks, place, job=job, device="cuda:0", through="engine")
         assert all(isinstance(group.generation, NicGeneration) for group in groups)
-        pipe.send("open")
-        while (line := pipe.recv()) != "end":
-            began = time.monotonic()
-            try:
-                pipe.send(obey(case, groups, line.split()))
-            except RankLost as error:
-                pipe.send(f"lost {','.join(map(str, error.ranks))} {time.monotonic() - began:.2f} {error}")
-            except (FabricError, AssertionError) as error:
-                pipe.send(f"error {type(error).__name__}: {error}")
-        for group in groups:
-            group.close()
-        pipe.send("bye")
+        obey_all(case, groups, pipe)

@@ -17,6 +17,7 @@ import rank_process
 from nic_kernels import Slot
 from nic_words import array
 
+from fabric_moe.cuda import arguments
 from fabric_moe.dtypes import flat
 from fabric_moe.gpu_nic import generation, halves
 from fabric_moe.gpu_nic.layout import NicLayout
@@ -96,8 +97,9 @@ def install(put: Callable[[Any, str, Any], None]) -> StandIn:
     put(generation, "NicLayout", SimpleNamespace(of=divided))
     put(generation.NicGeneration, "place", "cpu")
     put(generation.NicGeneration, "stream", lambda self: 0)
-    put(halves, "here", lambda gen, x, what: x.detach())
-    put(halves, "rows_of", _rows_of)
+    for module in (arguments, halves):
+        put(module, "here", lambda gen, x, what: x.detach())
+        put(module, "rows_of", _rows_of)
     for module in (moe_cases, rank_process):  # what is wrong is known when a kernel is over, which is at once
         put(module, "settle", lambda case, group: group.check())
     return device

@@ -60,6 +60,22 @@ def obey(case: Case, groups: list[MoeGroup], words: list[str]) -> str:
     raise ValueError(f"no command: {words}")
 
 
+def obey_all(case: Case, groups: list[MoeGroup], pipe: Connection) -> None:
+    """Do what the pipe says until it says end."""
+    pipe.send("open")
+    while (line := pipe.recv()) != "end":
+        began = time.monotonic()
+        try:
+            pipe.send(obey(case, groups, line.split()))
+        except RankLost as error:
+            pipe.send(f"lost {','.join(map(str, error.ranks))} {time.monotonic() - began:.2f} {error}")
+        except (FabricError, AssertionError) as error:
+            pipe.send(f"error {type(error).__name__}: {error}")
+    for group in groups:
+        group.close()
+    pipe.send("bye")
+
+
 def serve(text: str, ranks: list[int], board: str, job: str, words: list[str], pipe: Connection) -> None:
     """Open groups for `ranks` and obey. `words`: generation and members, for ranks that come back."""
     torch.set_num_threads(1)
@@ -76,15 +92,4 @@ def serve(text: str, ranks: list[int], board: str, job: str, words: list[str], p
             ]
         else:
             groups = MoeGroup.open_many([engine], config, ranks, place, job=job, device=case.device)
-        pipe.send("open")
-        while (line := pipe.recv()) != "end":
-            began = time.monotonic()
-            try:
-                pipe.send(obey(case, groups, line.split()))
-            except RankLost as error:
-                pipe.send(f"lost {','.join(map(str, error.ranks))} {time.monotonic() - began:.2f} {error}")
-            except (FabricError, AssertionError) as error:
-                pipe.send(f"error {type(error).__name__}: {error}")
-        for group in groups:
-            group.close()
-        pipe.send("bye")
+        obey_all(case, groups, pipe)

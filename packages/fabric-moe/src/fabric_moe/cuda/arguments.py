@@ -12,7 +12,7 @@ from fabric_moe.dtypes import check_type, flat, is_torch
 if TYPE_CHECKING:
     from fabric_moe.cuda.generation import GpuGeneration
 
-__all__ = ["Back", "Recv", "Send", "Sum", "here", "rows_of"]
+__all__ = ["Back", "Recv", "Send", "Sum", "here", "rows_of", "tokens_of"]
 
 
 class Send(ctypes.Structure):
@@ -99,3 +99,42 @@ def here(gen: GpuGeneration, x: Any, what: str) -> Any:
         found = str(x.device) if is_torch(x) else type(x).__name__
         raise BadRange(f"{what} is on {found}: this group was opened for {where}; give a tensor that is there")
     return x.detach()
+
+
+def tokens_of(gen: Any, x: Any, ids: Any, weights: Any, scales: Any, live: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """Return (x, ids, weights, scales, live) of a dispatch as kernels read them: contiguous, float32, one int32.
+
+    gen: the generation of either path on a GPU. See MoeGroup.dispatch_send. Raises BadRange; nothing was sent then.
+    """
+    import torch
+
+    config = gen.config
+    ids = here(gen, ids, "topk_ids")
+    if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+        raise BadRange(f"topk_ids is {ids.dtype} of shape {tuple(ids.shape)}: int64 or int32 [tokens, topk] are wanted")
+    tokens, given = int(ids.shape[0]), int(ids.shape[1])
+    if tokens > config.max_tokens:
+        raise BadRange(f"{tokens} tokens in one step, max_tokens is {config.max_tokens}: split them, or raise it")
+    if given > config.topk:
+        raise BadRange(f"{given} experts a token, topk is {config.topk}")
+    x = rows_of(gen, x, "x", config.token_bytes, tokens, config.dtype)
+    if scales is not None and not config.scale_bytes:
+        raise BadRange("scales were given, but the group was made with scale_bytes=0")
+    if config.scale_bytes:
+        if scales is None:
+            raise BadRange(f"scales=None: the group was made with {config.scale_bytes} bytes of it for each token")
+        scales = rows_of(gen, scales, "scales", config.scale_bytes, tokens)
+    if weights is not None:
+        weights = here(gen, weights, "topk_weights")
+        if weights.shape != ids.shape:
+            raise BadRange(f"topk_weights has shape {tuple(weights.shape)}: numbers of shape {tuple(ids.shape)}")
+        weights = weights.float().contiguous()
+    if isinstance(live, int):
+        if isinstance(live, bool) or not 0 <= live <= tokens:
+            raise BadRange(f"live={live!r}: topk_ids has {tokens} tokens")
+        live = torch.full((1,), live, dtype=torch.int32, device=ids.device)
+    elif live is not None:
+        live = here(gen, live, "live")
+        if live.numel() != 1 or live.dtype != torch.int32:
+            raise BadRange(f"live is {live.dtype} of shape {tuple(live.shape)}: one int32 is wanted")
+    return x, ids.contiguous(), weights, scales, live

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabric_core import BadRange
-from fabric_moe.cuda.arguments import Back, Recv, Send, Sum, here, rows_of
+from fabric_moe.cuda.arguments import Back, Recv, Send, Sum, here, rows_of, tokens_of
 from fabric_moe.cuda.blocks import THREADS, each_of, recv_grid, send_grid, sums_grid
 from fabric_moe.cuda.generation import GpuGeneration
 from fabric_moe.cuda.views import KINDS, GpuReceived, GpuView
@@ -83,35 +83,8 @@ def dispatch_send(group: MoeGroup, x: Any, ids: Any, weights: Any, scales: Any, 
 
     assert group.gpu is not None
     gen, config = group.gpu, group.config
-    ids = here(gen, ids, "topk_ids")
-    if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
-        raise BadRange(f"topk_ids is {ids.dtype} of shape {tuple(ids.shape)}: int64 or int32 [tokens, topk] are wanted")
+    x, ids, weights, scales, live = tokens_of(gen, x, ids, weights, scales, live)
     tokens, given = int(ids.shape[0]), int(ids.shape[1])
-    if tokens > config.max_tokens:
-        raise BadRange(f"{tokens} tokens in one step, max_tokens is {config.max_tokens}: split them, or raise it")
-    if given > config.topk:
-        raise BadRange(f"{given} experts a token, topk is {config.topk}")
-    x = rows_of(gen, x, "x", config.token_bytes, tokens, config.dtype)
-    if scales is not None and not config.scale_bytes:
-        raise BadRange("scales were given, but the group was made with scale_bytes=0")
-    if config.scale_bytes:
-        if scales is None:
-            raise BadRange(f"scales=None: the group was made with {config.scale_bytes} bytes of it for each token")
-        scales = rows_of(gen, scales, "scales", config.scale_bytes, tokens)
-    if weights is not None:
-        weights = here(gen, weights, "topk_weights")
-        if weights.shape != ids.shape:
-            raise BadRange(f"topk_weights has shape {tuple(weights.shape)}: numbers of shape {tuple(ids.shape)}")
-        weights = weights.float().contiguous()
-    if isinstance(live, int):
-        if isinstance(live, bool) or not 0 <= live <= tokens:
-            raise BadRange(f"live={live!r}: topk_ids has {tokens} tokens")
-        live = torch.full((1,), live, dtype=torch.int32, device=ids.device)
-    elif live is not None:
-        live = here(gen, live, "live")
-        if live.numel() != 1 or live.dtype != torch.int32:
-            raise BadRange(f"live is {live.dtype} of shape {tuple(live.shape)}: one int32 is wanted")
-    ids = ids.contiguous()
     number, slot = group.free_slot()
     kernel, blocks, threads, each, split = send_grid(gen, tokens)
     arguments = Send(

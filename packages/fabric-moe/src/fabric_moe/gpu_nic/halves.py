@@ -11,7 +11,7 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 from fabric_core import BadRange
-from fabric_moe.cuda.arguments import here, rows_of
+from fabric_moe.cuda.arguments import here, rows_of, tokens_of
 from fabric_moe.cuda.views import KINDS, GpuView
 from fabric_moe.dtypes import bits_of, torch_dtype, type_name
 from fabric_moe.errors import StepError
@@ -69,38 +69,10 @@ def dispatch_send(group: MoeGroup, x: Any, ids: Any, weights: Any, scales: Any, 
     """See MoeGroup.dispatch_send."""
     import torch
 
-    gen, config = group.generation, group.config
+    gen = group.generation
     assert isinstance(gen, NicGeneration)
-    where: Any = gen
-    ids = here(where, ids, "topk_ids")
-    if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
-        raise BadRange(f"topk_ids is {ids.dtype} of shape {tuple(ids.shape)}: int64 or int32 [tokens, topk] are wanted")
+    x, ids, weights, scales, live = tokens_of(gen, x, ids, weights, scales, live)
     tokens, given = int(ids.shape[0]), int(ids.shape[1])
-    if tokens > config.max_tokens:
-        raise BadRange(f"{tokens} tokens in one step, max_tokens is {config.max_tokens}: split them, or raise it")
-    if given > config.topk:
-        raise BadRange(f"{given} experts a token, topk is {config.topk}")
-    x = rows_of(where, x, "x", config.token_bytes, tokens, config.dtype)
-    if scales is not None and not config.scale_bytes:
-        raise BadRange("scales were given, but the group was made with scale_bytes=0")
-    if config.scale_bytes:
-        if scales is None:
-            raise BadRange(f"scales=None: the group was made with {config.scale_bytes} bytes of it for each token")
-        scales = rows_of(where, scales, "scales", config.scale_bytes, tokens)
-    if weights is not None:
-        weights = here(where, weights, "topk_weights")
-        if weights.shape != ids.shape:
-            raise BadRange(f"topk_weights has shape {tuple(weights.shape)}: numbers of shape {tuple(ids.shape)}")
-        weights = weights.float().contiguous()
-    if isinstance(live, int):
-        if isinstance(live, bool) or not 0 <= live <= tokens:
-            raise BadRange(f"live={live!r}: topk_ids has {tokens} tokens")
-        live = torch.full((1,), live, dtype=torch.int32, device=ids.device)
-    elif live is not None:
-        live = here(where, live, "live")
-        if live.numel() != 1 or live.dtype != torch.int32:
-            raise BadRange(f"live is {live.dtype} of shape {tuple(live.shape)}: one int32 is wanted")
-    ids = ids.contiguous()
     number, slot = group.free_slot()
 
     def at(tensor: Any) -> int:
